@@ -228,6 +228,11 @@ class ModelConfig:
         "device memory is reserved for that. When not set, they may if a listed adapter in a local folder does, and "
         "always on CPU.", example="true",
     )  # fmt: skip
+    adapter_rows: int | None = setting(
+        None, doc="Rows of embedding and head that an adapter may replace (modules_to_save, trainable_token_indices); "
+        "device memory is reserved for them in every slot. When not set, those of the listed adapters in local "
+        "folders, and at least 64; on CPU any number.", least=0, example="128256",
+    )  # fmt: skip
 
     trust_remote_code: tuple[str, ...] = setting(
         (), doc="Checkpoints whose own modelling code may run, by name: this folder or repository. Needs "

@@ -22,6 +22,7 @@ BESIDES = (
         "adapters",
         "adapter_rank",
         "adapter_experts",
+        "adapter_rows",
         "watchdog_s",
         "stream_interval_s",
         "time_slice",

@@ -139,6 +139,10 @@ class EngineConfig:
     """Whether device memory is reserved for adapters of experts, which are large. Not set: whether one of the
     `adapters` that are folders on this machine changes experts. On CPU nothing is reserved, and they are always taken
     unless this is false."""
+    adapter_rows: int | None = None
+    """Rows of embedding and head that an adapter may replace, each; device memory is reserved for them in every slot.
+    Not set: those of the `adapters` that are folders on this machine, and at least 64; on CPU, where nothing is
+    reserved, any number."""
 
     role: Role = "both"
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""

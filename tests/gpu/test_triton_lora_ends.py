@@ -96,3 +96,43 @@ def test_engine_with_adapters_on_embedding_and_head() -> None:
                 margins = references[name].margins(prompt, got[id])
                 assert float(margins.max()) < TIE, (family, id, name, margins)
             assert_idle(engine)
+
+
+def test_engine_with_replaced_rows_of_embedding_and_head() -> None:
+    """Steps that replace rows are launched one by one, others from graphs, in turn; more adapters than slots."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.test_end_rows import KINDS, replaced, write_saved
+    from tests.engine.adapters.test_ends import merged, write_ends
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(9)
+    for family in ("llama-gqa", "llama-mqa-tied", "gemma2"):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            base = write_checkpoint(family, root / "base")
+            ends = write_ends(root / "ends", base, whole=True)
+            specs, references = [AdapterSpec("ends", str(ends))], {"": Reference(base)}
+            references["ends"] = Reference(merged(base, ends, root / "merged ends"))
+            for seed, settings in enumerate(KINDS.values()):
+                path = write_saved(root / f"a{seed}", base, seed=seed, **settings)
+                specs.append(AdapterSpec(f"a{seed}", str(path)))
+                references[f"a{seed}"] = Reference(replaced(base, path, root / f"m{seed}"))
+            engine = make_engine(
+                base, device="cuda", adapters=tuple(specs), adapter_slots=3, max_running=8, num_blocks=200,
+                token_budget=96,
+            )  # fmt: skip
+            names = list(references)
+            asked = {
+                f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 120))], names[i % len(names)])
+                for i in range(2 * len(names))
+            }
+            got = generate(engine, *(ask(id, prompt, name, 16) for id, (prompt, name) in asked.items()))
+            got |= generate(engine, *(ask(id, *asked[id], 16) for id in ("r0", "r1")))
+            for id, (prompt, name) in asked.items():
+                margins = references[name].margins(prompt, got[id])
+                assert float(margins.max()) < TIE, (family, id, name, margins)
+            assert_idle(engine)

@@ -1,9 +1,10 @@
-"""Whether whole matrices in an adapter's file are the model's own.
+"""Which rows of whole matrices in an adapter's file are not the model's own.
 
-PEFT saves the embedding and the head beside an adapter that targets one of them, unchanged. If they were changed (new
-tokens, other values), the adapter cannot be applied to this model. Rows of the embedding are compared by a digest of
-their bfloat16 values; those of the head, which may be kept in few bits, by their products with a few random vectors.
-Both are taken when the model is loaded, so that nothing has to be read from the device while it works.
+PEFT saves the embedding and the head beside an adapter that targets one of them, unchanged, and those that were trained
+as a whole. Rows of the embedding are compared with those in host memory, or by a digest of their values; those of the
+head, which may be kept in few bits, by their products with a few random vectors, or, if they were trained, not at all.
+What is needed for that is taken when the model is loaded, so that nothing has to be read from the device while it
+works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CLOSE, _CLOSE_IN_FEW_BITS = 0.05, 0.3
 
 
 class BaseWeights:
-    """See `KnownMatrices`."""
+    """See `KnownMatrices`. `_tied`: this rank has the whole head, and it is the embedding."""
 
     def __init__(self, decoder: Decoder, layout: AdapterLayout, *, lazy: bool, as_stored: bool) -> None:
         """`lazy`: the embedding is in host memory, and may be read whenever it is asked for; `as_stored`: it has the
@@ -33,6 +34,8 @@ class BaseWeights:
         self._factor = next((site.factor for site in layout.sites if site.attribute == EMBEDDING), 1.0)
         self._digests = None if lazy or not layout.ends else row_digests(decoder.embedding)
         self._as_stored = as_stored
+        vocabulary = {site.inputs if site.attribute == EMBEDDING else site.outputs for site in layout.sites if site.end}
+        self._tied = layout.tied and len(vocabulary) == 1
         self._dtype, hidden = decoder.embedding.dtype, decoder.embedding.shape[1]
         self._probes = torch.randn(_PROBES, hidden, generator=torch.Generator().manual_seed(2))
         self._probes = self._probes.to(self._dtype).float()
@@ -44,35 +47,48 @@ class BaseWeights:
             dense = head.weight_bytes >= 2 * logits.shape[1] * hidden
             self._close = _CLOSE if dense else _CLOSE_IN_FEW_BITS
 
-    def has(self, attribute: str, rows: Tensor) -> bool:
-        if attribute != EMBEDDING:
-            return self._is_head(rows)
-        if not self._as_stored:
-            return True
-        known = self._digests if self._embedding is None else row_digests(self._embedding)
-        kept = rows.to(self._dtype)
-        found = row_digests(kept if self._factor == 1.0 else kept * self._factor)
-        return known is None or torch.equal(found, known)
+    def changed(self, attribute: str, rows: Tensor, *, trained: bool) -> Tensor:
+        if attribute == EMBEDDING:
+            return self._of_embedding(rows, trained, self._factor)
+        if not trained:
+            return self._of_head(rows)
+        if self._tied and self._factor == 1.0:
+            return self._of_embedding(rows, trained, 1.0)
+        return torch.arange(len(rows))  # nearly all change in training
 
-    def _is_head(self, rows: Tensor) -> bool:
-        if self._logits is None:
-            return True
+    def _of_embedding(self, rows: Tensor, trained: bool, factor: float) -> Tensor:
+        known = self._embedding if self._embedding is not None else self._digests
+        if not self._as_stored or known is None:
+            return torch.arange(len(rows) if trained else 0)
+        found = []
         step = max(1, _AT_ONCE // rows.shape[1])
+        for begin in range(0, len(rows), step):
+            kept = rows[begin : begin + step].to(self._dtype)
+            kept = kept if factor == 1.0 else kept * factor
+            own = known[begin : begin + len(kept)]
+            differs = (kept != own).any(1) if self._embedding is not None else row_digests(kept) != own
+            found.append(differs.nonzero().flatten() + begin)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+    def _of_head(self, rows: Tensor) -> Tensor:
+        if self._logits is None:
+            return torch.empty(0, dtype=torch.int64)
+        step = max(1, _AT_ONCE // rows.shape[1])
+        found = [torch.empty(0, dtype=torch.int64)]
         for begin in range(0, len(rows), step):
             piece = rows[begin : begin + step].float()
             apart = (self._probes @ piece.t() - self._logits[:, begin : begin + len(piece)]).abs().mean(0)
-            if bool((apart > self._close * piece.norm(dim=1) + 1e-6).any()):
-                return False
-        return True
+            found.append((apart > self._close * piece.norm(dim=1) + 1e-6).nonzero().flatten() + begin)
+        return torch.cat(found)
 
 
 def row_digests(matrix: Tensor) -> Tensor:
-    """int64 [rows]: sums over the bits of each row's bfloat16 values, each times a number of its own. On the host."""
+    """int64 [rows]: sums over the bits of each row's values, each times a number of its own. On the host."""
     columns = matrix.shape[1]
     generator = torch.Generator().manual_seed(1)
     factors = torch.randint(1 << 62, (columns,), generator=generator).mul_(2).add_(1).to(matrix.device)
     parts = [
-        ((piece.to(torch.bfloat16) + 0.0).view(torch.int16).long() * factors).sum(1)
+        ((piece + 0.0).view(torch.int16 if piece.element_size() == 2 else torch.int32).long() * factors).sum(1)
         for piece in torch.split(matrix, max(1, _AT_ONCE // columns))
     ]
     return torch.cat(parts).cpu()

@@ -1,7 +1,8 @@
 """Adapters on the embedding and the head, which stand before and behind all layers.
 
 An adapter of the embedding adds B times a column of A, that of the token. One of the head adds to logits, which are
-computed for some tokens of a step: which adapters those use is said behind the pass (`LoraKernel.begin_head`).
+computed for some tokens of a step: which adapters those use is said behind the pass (`LoraKernel.begin_head`). Where an
+adapter replaces rows of these matrices (`adapters.rows`), what it adds comes on top.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
 from penstock.engine.adapters.layout import EMBEDDING, HEAD, AdapterLayout, PlacedSite
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear, Scaled, SoftCapped
 
@@ -26,6 +28,8 @@ class EmbeddingAdapters:
     placed: PlacedSite
 
     def __call__(self, token_ids: Tensor, stream: Tensor) -> None:
+        if self.kernel.rows is not None:
+            self.kernel.rows.replace_embedding(token_ids, stream)
         self.kernel.add_embedding(token_ids, stream, self.placed)
 
 
@@ -34,8 +38,22 @@ class AdaptedHead(AdaptedLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.base(x)
+        if self._kernel.rows is not None:
+            self._kernel.rows.replace_logits(x, y)
         self._kernel.add_head(x, y, self._placed)
         return y
+
+
+class BoundedHead:
+    """A head, then no logits for the tokens that a row's adapter does not have."""
+
+    def __init__(self, base: Linear, rows: RowBank) -> None:
+        self.base = base
+        self.weight_bytes = base.weight_bytes
+        self._rows = rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._rows.bound_logits(self.base(x))
 
 
 def adapt_ends(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decoder:

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from penstock.engine.adapters.layout import PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.models.layers.linear import Linear
 
 
 class LoraKernel(Protocol):
     """Holds the adapters of all slots and adds them to the outputs of linears."""
+
+    rows: RowBank | None
+    """What adapters replace of embedding and head; None: none may. It is told of slots and steps as the kernel is."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""

@@ -10,30 +10,23 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 _END = re.compile(r"(?:.*\.)?(\w+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?")
-_WHOLE = re.compile(r"(?:.*?\.)?(\w+)(?:\.base_layer)?\.weight")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 _NESTED = ".base_layer"
 """How PEFT calls what it has wrapped already."""
-
-
-class KnownMatrices(Protocol):
-    """The embedding and the head of a model, as far as an adapter's file can be compared with them."""
-
-    def has(self, attribute: str, rows: Tensor) -> bool:
-        """Whether these are the rows of the embedding, or the first of the head; True where that cannot be known."""
-        ...
 
 
 @dataclass(slots=True)
@@ -66,6 +59,8 @@ class Packer:
 
     data: Tensor
     rank: int
+    rows: EndRows | None
+    """What it replaces of embedding and head."""
 
     def __init__(
         self,
@@ -78,8 +73,12 @@ class Packer:
         dtype: torch.dtype,
         pin: bool,
         base: KnownMatrices | None = None,
+        row_dtype: torch.dtype | None = None,
+        most_rows: int | None = None,
+        room: int = 0,
     ) -> None:
-        """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared."""
+        """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared. `row_dtype`,
+        `most_rows`, `room`: see `EndTensors`."""
         self.file = file
         self.layout = layout
         self.cut = cut
@@ -88,11 +87,11 @@ class Packer:
         self._max_rank = max_rank
         self._dtype = dtype
         self._pin = pin
-        self._base = base
         self._content = hashlib.blake2b(str(dtype).encode(), digest_size=16)
         self._places: dict[str, tuple[int, range]] = {}
         self._stacks: dict[str, list[int]] = {}
         self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
+        self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
@@ -119,9 +118,7 @@ class Packer:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
                 ends.setdefault(match[1], {})[match[2]] = key
-            elif (match := _WHOLE.fullmatch(key)) is not None and match[1] in self._ends:
-                self._check_whole(self._ends[match[1]], key, tensors)
-            else:
+            elif not self._whole.take(key):
                 raise self._refusal(key)
         if not found and not ends:
             raise CheckpointError(f"{self.file} holds no LoRA matrices")
@@ -138,6 +135,12 @@ class Packer:
             raise CheckpointError(
                 f"{CONFIG}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank"
             )
+        behind = {
+            target.module: added
+            for target, pair in targets
+            if target.layer is None and (added := self._behind(target, pair, tensors)) is not None
+        }
+        self.rows = self._whole.read(tensors, self._hash, tied=self.layout.tied, further=behind)
         sites = self.layout.sites
         experts = any(sites[target.index].experts for target, _ in targets)
         shared = self.layout.unit_to_ends if ends else self.layout.shared_unit
@@ -174,23 +177,22 @@ class Packer:
             )
         return _Target(None, module, path, self._ends[module], range(1), rank=self.config.rank_of(path))
 
-    def _check_whole(self, index: int, key: str, tensors: Any) -> None:
-        """PEFT saves the matrices of embedding and head with an adapter of one of them: they must be the model's."""
-        site, shape = self.cut.whole.sites[index], tuple(tensors.get_slice(key).get_shape())
+    def _hash(self, name: str, tensor: Tensor) -> None:
+        self._content.update(f"{name} {tensor.dtype}".encode())
+        self._content.update(tensor.contiguous().view(torch.uint8).numpy().data)
+
+    def _behind(self, target: _Target, pair: dict[str, str], tensors: Any) -> Tensor | None:
+        """What the product of an end's matrices adds to rows behind the model's vocabulary."""
+        site = self.cut.whole.sites[target.index]
+        a, b = (tensors.get_tensor(pair[side]) for side in "AB")
         embedding = site.end == "embedding"
-        vocab, hidden = (site.inputs, site.outputs) if embedding else (site.outputs, site.inputs)
-        if shape != (vocab, hidden):
-            hint = "; an adapter cannot bring tokens of its own" if shape[1:] == (hidden,) else ""
-            raise CheckpointError(
-                f"{self.file}: {key!r} is {shape}, and the model's {site.modules[0]} is {(vocab, hidden)}{hint}"
-            )
-        span = (0, vocab) if embedding else self.cut.outputs[index][0]
-        if self._base is None or self._base.has(site.attribute, rows_of(tensors.get_tensor(key), span)):
-            return
-        raise CheckpointError(
-            f"{self.file}: {key!r} is another matrix than the model's own, so the adapter belongs to another model or "
-            f"has {site.modules[0]} trained as a whole, which cannot be applied; merge it into the model"
-        )
+        count, vocabulary = (a.shape[-1], site.inputs) if embedding else (b.shape[0], site.outputs)
+        if count == vocabulary or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            return None
+        self._whole.check_tokens(target.module, site, count)
+        a, b = a.float(), b.float()
+        product: Tensor = a[:, vocabulary:].t() @ b.t() if embedding else b[vocabulary:] @ a
+        return product * self.config.scale_of(target.path)
 
     def _put_tied(self, target: _Target, a: Tensor, b: Tensor, *, key: str) -> None:
         """The same matrices at the other end (`ensure_weight_tying`)."""
@@ -288,16 +290,15 @@ class Packer:
             keys, values = self.cut.whole.sites[target.index : target.index + 2]
             inputs, outputs = values.inputs, whole.experts * (keys.inputs + values.outputs)
         ins, outs = (outputs, inputs) if target.turned else (inputs, outputs)
+        if whole.end:
+            a, b = _as_many_tokens(whole, a, b)
         for side, tensor, shape in (("A", a, (count * rank, ins)), ("B", b, (outs, count * rank))):
-            if whole.end and len(tensor.shape) == 2 and tensor.shape[side == "A"] != shape[side == "A"]:
-                self._check_vocabulary(target, whole, side, tuple(tensor.shape))
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{self.file}: lora_{side} of {target.where} is {tuple(tensor.shape)}; rank {rank} "
                     f"{'(rank_pattern) ' if rank != self.config.rank else ''}on this model needs {shape}"
                 )
-            self._content.update(f"{target.layer} {target.module} {side} {tensor.dtype}".encode())
-            self._content.update(tensor.contiguous().view(torch.uint8).numpy().data)
+            self._hash(f"{target.layer} {target.module} {side}", tensor)
         scale = self.config.scale_of(target.path)
         self._content.update(repr(scale).encode())
         if whole.heads:
@@ -315,15 +316,6 @@ class Packer:
             ups = torch.cat([ups[:, part :: len(whole.sizes)] for part in range(len(whole.sizes))], dim=1)
         for expert in range(count):
             self._place(target, expert, downs[expert], ups[expert], scale, key)
-
-    def _check_vocabulary(self, target: _Target, site: Site, side: str, shape: tuple[int, ...]) -> None:
-        """Say so where the adapter was trained with another number of tokens."""
-        if (side == "A") is (site.end == "embedding"):
-            count, vocab = shape[side == "A"], site.inputs if side == "A" else site.outputs
-            raise CheckpointError(
-                f"{self.file}: {target.where} has {count} tokens, and the model {vocab}; an adapter cannot bring "
-                "tokens of its own"
-            )
 
     def _place_heads(self, target: _Target, a: Tensor, b: Tensor, scale: float, key: str) -> None:
         """Of what makes keys and values of latents, those of each head: see `adapters.latent`."""
@@ -359,3 +351,12 @@ class Packer:
             column = sum(site.sizes[:part])
             down[part, : target.rank] = a
             up[: target.rank, column : column + len(matrix)] = matrix.t()  # behind it: padding of a shard's head
+
+
+def _as_many_tokens(site: Site, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices of an end for the model's own tokens, where the adapter has more or fewer."""
+    if a.dim() != 2 or b.dim() != 2:
+        return a, b
+    if site.end == "embedding":
+        return torch.nn.functional.pad(a, (0, site.inputs - a.shape[1])), b
+    return a, torch.nn.functional.pad(b, (0, 0, 0, site.outputs - b.shape[0]))

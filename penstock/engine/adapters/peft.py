@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.end_tensors import KnownMatrices
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
-from penstock.engine.adapters.packer import KnownMatrices, Packer
+from penstock.engine.adapters.packer import Packer
 from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.errors import CheckpointError
 
@@ -38,6 +40,8 @@ class LoadedAdapter:
     """It touches linears that few adapters do; see `Site`."""
     parts: Tensor | None = None
     """int32 [sites]: a bit for each part of a site that it touches, of the lowest for the first; None: all of them."""
+    rows: EndRows | None = None
+    """What it replaces of embedding and head."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -55,10 +59,13 @@ def read_adapter(
     pin: bool,
     cut: AdapterCut | None = None,
     base: KnownMatrices | None = None,
+    row_dtype: torch.dtype | None = None,
+    most_rows: int | None = None,
+    room: int = 0,
 ) -> LoadedAdapter:
     """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory. `cut`: where
-    `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only. `base`: see
-    `Packer`."""
+    `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only. `base` and
+    what follows: see `Packer`."""
     from safetensors import SafetensorError, safe_open  # only those who read adapters need it
 
     if not path.is_dir():
@@ -68,14 +75,28 @@ def read_adapter(
     if not file.exists():
         hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
-    packer = Packer(file.name, layout, cut or uncut(layout), config, max_rank=max_rank, dtype=dtype, pin=pin, base=base)
+    packer = Packer(
+        file.name,
+        layout,
+        cut or uncut(layout),
+        config,
+        max_rank=max_rank,
+        dtype=dtype,
+        pin=pin,
+        base=base,
+        row_dtype=row_dtype,
+        most_rows=most_rows,
+        room=room,
+    )
     try:
         with safe_open(file, framework="pt") as tensors:
             packer.pack(tensors)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
     ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
-    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, layout.touches_further(ranks), parts)
+    rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
+    further = layout.touches_further(ranks) or rows is not None
+    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, further, parts, rows)
 
 
 def random_adapter(

@@ -16,7 +16,6 @@ from penstock.errors import CheckpointError
 RULES = KeyRules(
     reader="LoRA adapters",
     reference={
-        "trainable_token_indices": None,
         "use_dora": False,
         "velora_config": None,
         "alora_invocation_tokens": None,
@@ -31,10 +30,10 @@ RULES = KeyRules(
     read={
         "peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "exclude_modules",
         "layers_to_transform", "target_parameters", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
+        "modules_to_save", "trainable_token_indices",
     },
     limited={
         "bias": ("none",),
-        "modules_to_save": (None, []),
         "use_bdlora": (None, False, {}),
     },
     inert={
@@ -75,6 +74,10 @@ class LoraConfig:
     """Ranks and alphas of modules whose paths match, where they are not those of the others."""
     tied: bool = False
     """Whether an adapter of the embedding is one of the head too, where these are tied."""
+    saved: tuple[str, ...] = ()
+    """Ends of the paths of modules that were trained as a whole."""
+    token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens whose rows were trained one by one, by the end of the module's path; empty: the embedding."""
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
@@ -115,7 +118,18 @@ class LoraConfig:
             _patterns(raw.get("rank_pattern"), "rank_pattern", int),
             _patterns(raw.get("alpha_pattern"), "alpha_pattern", (int, float)),
             bool(tied),
+            _strings(raw.get("modules_to_save"), "modules_to_save", only=True),
+            _token_rows(raw.get("trainable_token_indices")),
         )
+
+    def tokens_of(self, path: str, tied: bool) -> tuple[int, ...] | None:
+        """The tokens of the module with this path whose rows were trained, in the order of the file. `tied`: the head
+        has those of the embedding where it has none of its own, and the other way round."""
+        for name, tokens in self.token_rows.items():
+            if path.endswith(name) and name:
+                return tokens
+        every = set(self.token_rows.values())
+        return next(iter(every)) if "" in self.token_rows or (tied and len(every) == 1) else None
 
     def applies(self, module: str, parameter: str, layer: int | None) -> bool:
         """Whether the configuration lets the module with this path be changed, or its `parameter`. `layer`: None where
@@ -163,11 +177,22 @@ def _is_named(module: str, names: Collection[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _strings(value: Any, key: str) -> tuple[str, ...]:
-    if value is None or isinstance(value, str):
+def _token_rows(value: Any) -> Mapping[str, tuple[int, ...]]:
+    key = "trainable_token_indices"
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return {name: _integers(tokens, key) for name, tokens in value.items()}
+    return {"": _integers(value, key)}
+
+
+def _strings(value: Any, key: str, *, only: bool = False) -> tuple[str, ...]:
+    """`only`: nothing but a list of names will do."""
+    if value is None or (isinstance(value, str) and not only):
         return ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise CheckpointError(f"{CONFIG}: {key} must be a list of names or a pattern, found {value!r:.80}")
+        kinds = "a list of names" if only else "a list of names or a pattern"
+        raise CheckpointError(f"{CONFIG}: {key} must be {kinds}, found {value!r:.80}")
     return tuple(value)
 
 

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from penstock.engine.adapters.apply import LoraKernel
+from penstock.engine.adapters.ends import BoundedHead
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,18 @@ class AdapterRuntime:
         """Whether a batch needs the decoder of that name."""
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
+
+    def replaces_rows(self, batch: Batch) -> bool:
+        """Whether some adapter of a batch replaces rows of embedding or head: it is neither recorded nor captured."""
+        adapters = (chunk.seq.adapter for chunk in batch.chunks)
+        return any(adapter is not None and adapter.rows is not None for adapter in adapters)
+
+    def head(self, slots: np.ndarray) -> Linear:
+        """The head for rows of logits with these slots."""
+        assert self.further is not None
+        self.begin_head(slots)
+        rows = self.kernel.rows
+        return self.further.head if rows is None else BoundedHead(self.further.head, rows)
 
     def begin_head(self, slots: np.ndarray) -> None:
         """Prepare the kernel for logits of rows with these slots."""

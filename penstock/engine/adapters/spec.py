@@ -113,6 +113,26 @@ def changes_experts(folder: Path) -> bool:
         return False
 
 
+def replaced_rows(folder: Path) -> int:
+    """Rows of embedding or head that the adapter in a folder may replace: 0 where it cannot be read, or replaces none
+    but those of few tokens of its own."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        named = config.get("trainable_token_indices") or []
+        counts = [len(each) for each in (named.values() if isinstance(named, dict) else [named])]
+        if config.get("modules_to_save"):
+            with (folder / WEIGHTS).open("rb") as file:
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER)))
+            counts += [
+                tensor["shape"][0]
+                for name, tensor in header.items()
+                if name.endswith(".weight") and ".layers." not in name and len(tensor["shape"]) == 2
+            ]
+        return max(counts, default=0)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return 0
+
+
 def name_problem(name: str) -> str | None:
     """Why `name` cannot be an adapter's, or None."""
     if _NAME.fullmatch(name):

@@ -67,8 +67,7 @@ class EagerExecutor(Executor):
         adapters = self._adapters
         if slots is None or adapters is None or adapters.further is None or not len(slots) or slots.max() < 0:
             return self._decoder.head
-        adapters.begin_head(slots)
-        return adapters.further.head
+        return adapters.head(slots)
 
     @torch.inference_mode()
     def _finish(

@@ -14,8 +14,9 @@ from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
-from penstock.engine.adapters.spec import DEFAULT_SLOTS, changes_experts, default_rank, name_problem
+from penstock.engine.adapters.spec import DEFAULT_SLOTS, changes_experts, default_rank, name_problem, replaced_rows
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -24,6 +25,9 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+
+_FEW_ROWS = 64
+"""Rows of embedding and head that slots have room for in any case: those of a few special tokens."""
 
 
 def slot_count(config: EngineConfig) -> int:
@@ -46,6 +50,15 @@ def with_experts(config: EngineConfig, backend: Backend) -> bool:
     if config.adapter_experts is not None:
         return config.adapter_experts
     return backend.in_host_memory or any(changes_experts(Path(spec.source).expanduser()) for spec in config.adapters)
+
+
+def row_count(config: EngineConfig, backend: Backend) -> int | None:
+    """Rows of embedding and head that slots have room for; None: any number, since nothing is reserved."""
+    if backend.in_host_memory:
+        return config.adapter_rows
+    if config.adapter_rows is not None:
+        return config.adapter_rows
+    return max((_FEW_ROWS, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
 
 
 def adapt_model(
@@ -78,8 +91,8 @@ def adapt_model(
     else:
         layout = layout_of_modules(library, by_output=backend.adapters_by_output)
         cut = cut_of_modules(library, by_output=backend.adapters_by_output)
-    dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
-    most = adapter_rank(config)
+    activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
+    pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
     base = None
     if library is None:
@@ -87,9 +100,30 @@ def adapt_model(
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
 
     def read(name: str, folder: Path) -> LoadedAdapter:
-        return read_adapter(name, folder, layout, max_rank=most, dtype=dtype, pin=pin, cut=cut, base=base)
+        return read_adapter(
+            name,
+            folder,
+            layout,
+            max_rank=most,
+            dtype=dtype,
+            pin=pin,
+            cut=cut,
+            base=base,
+            row_dtype=activations,
+            most_rows=most_rows,
+        )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
+    if layout.ends and any(site.end for site in layout.sites):
+        kernel.rows = RowBank(
+            slots,
+            decoder.config.vocab_size,
+            decoder.config.hidden_size,
+            activations,
+            decoder.embedding.device,
+            most=None if backend.in_host_memory else most_rows,
+            one_by_one=decoder.ops.batch_invariant,
+        )
     if library is not None:
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)

@@ -318,8 +318,8 @@ def _by_transformers(
     """The decoder of a model that no family describes, or this rank's part of it; None for all others."""
     if not model.by_transformers:
         return None
+    from penstock.engine.models.transformers.cuts import Shard
     from penstock.engine.models.transformers.load import load_decoder
-    from penstock.engine.models.transformers.shards import Shard
 
     span = shard = None
     if member is not None:
@@ -327,7 +327,7 @@ def _by_transformers(
 
         place, group = member.place, member.groups.tensor
         span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
-        shard = None if group is None else Shard(place.shard, place.tensor, member.summed, lambda: member.least(0))
+        shard = None if group is None else Shard(place.shard, place.tensor, member.summed, member.least, backend.device)
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"

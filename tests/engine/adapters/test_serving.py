@@ -198,7 +198,7 @@ PROBLEMS = {
     "another module": "cannot apply",
     "too many layers": "beyond the model's 3 layers",
     "rank above the limit": "rank 17 is above adapter_rank 16",
-    "modules_to_save": "modules_to_save is ['lm_head'], which LoRA adapters do not support",
+    "modules_to_save": "modules_to_save has lm_head, and adapter_model.safetensors does not",
     "bias": "bias is 'all', which LoRA adapters do not support",
     "use_dora": "use_dora is True, which LoRA adapters do not support",
     "peft_type": "'IA3' is not supported",

@@ -45,7 +45,8 @@ class RecordedExecutor(EagerExecutor):
     def run(self, batch: Batch) -> PendingStep:
         decoder, recorded = self._decoder, self.plain
         if self._adapters is not None and (adapted := self._adapters.begin(batch)) is not None:
-            decoder, recorded = adapted, self._recorded(adapted)
+            decoder = adapted
+            recorded = None if self._adapters.replaces_rows(batch) else self._recorded(adapted)
         if recorded is not None and batch.plain and recorded.has_head:
             # Nearly every step: natively from tokens to tokens, unless a row needs more than a draw.
             count = len(batch.chunks)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
@@ -26,6 +27,7 @@ class CpuLora:
 
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
+        self.rows: RowBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -43,16 +45,22 @@ class CpuLora:
         }  # fmt: skip
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        if self.rows is not None:
+            self.rows.put(slot, adapter.rows)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
 
     def begin(self, slots: np.ndarray) -> None:
+        if self.rows is not None:
+            self.rows.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)
 
     def begin_head(self, slots: np.ndarray) -> None:
+        if self.rows is not None:
+            self.rows.begin_head(slots)
         self._head_tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._head_step, tiles, self._ranks)
 

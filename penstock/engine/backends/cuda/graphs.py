@@ -196,6 +196,8 @@ class GraphExecutor(EagerExecutor):
         adapters = self._adapters
         if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
             return self.graphs
+        if adapters.replaces_rows(batch):
+            return None
         if self.further_graphs is not None and adapters.touches_further(batch):
             return self.further_graphs
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs

@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
@@ -78,6 +79,7 @@ class TritonLora:
         """`fixed`: what a token gets does not depend on the others of its step: all steps go one way, over tiles of
         one size, and sums are rounded where they are added."""
         assert layout.by_output
+        self.rows: RowBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -98,6 +100,8 @@ class TritonLora:
         sites], no part of which is used twice, and the ranks of its tokens [sites, tokens]."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        if self.rows is not None:
+            self.rows.put(slot, adapter.rows)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -106,6 +110,8 @@ class TritonLora:
             self._parts[slot].copy_(adapter.parts, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
+        if self.rows is not None:
+            self.rows.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -120,6 +126,8 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int) -> None:
+        if self.rows is not None:
+            self.rows.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
         self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
 
@@ -206,6 +214,8 @@ class TritonLora:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
 
     def begin_head(self, slots: np.ndarray) -> None:
+        if self.rows is not None:
+            self.rows.begin_head(slots)
         self.begin(slots)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 
 _BLOCK = 1 << 30
@@ -20,6 +21,7 @@ class ReferenceLora:
     """See `LoraKernel`."""
 
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
+        self.rows: RowBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -28,10 +30,14 @@ class ReferenceLora:
         self._groups: list[tuple[int, Tensor]] = []
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        if self.rows is not None:
+            self.rows.put(slot, adapter.rows)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
+        if self.rows is not None:
+            self.rows.begin(slots)
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [
@@ -60,6 +66,8 @@ class ReferenceLora:
                 y.index_add_(0, rows, delta if weights is None else (delta * weights.view(-1, 1)[rows]).to(y.dtype))
 
     def begin_head(self, slots: np.ndarray) -> None:
+        if self.rows is not None:
+            self.rows.begin_head(slots)
         self.begin(slots)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:

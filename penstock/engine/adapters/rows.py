@@ -1,0 +1,164 @@
+"""Rows of embedding and head that adapters replace: matrices trained as a whole, and rows of single tokens.
+
+What differs from the model's own matrices is kept row by row, in every slot. A step whose adapters replace rows is
+launched from the host, which knows the tokens of each slot: it computes what the model does, then writes over the
+stream of such tokens and over the logits of such rows. Recorded and captured steps contain none of this. On a device
+with memory of its own, slots have room for a number of rows that was reserved when the engine started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """Some rows of a matrix, in host memory."""
+
+    ids: Tensor
+    """int64 [n], ascending: which rows."""
+    values: Tensor
+    """[n, hidden]."""
+
+    def pinned(self) -> ReplacedRows:
+        return ReplacedRows(self.ids.pin_memory(), self.values.pin_memory())
+
+
+@dataclass(frozen=True, slots=True)
+class EndRows:
+    """What an adapter replaces of embedding and head. Of the head: of this rank's part, and counted in it."""
+
+    embedding: ReplacedRows | None = None
+    head: ReplacedRows | None = None
+    added: ReplacedRows | None = None
+    """Of the head: rows of tokens behind the model's vocabulary, by their numbers in that of the adapter."""
+    tokens: int | None = None
+    """How many tokens its head has, where these are not the model's: the others have no logits."""
+
+    def pinned(self) -> EndRows:
+        embedding, head, added = (
+            None if rows is None else rows.pinned() for rows in (self.embedding, self.head, self.added)
+        )
+        return EndRows(embedding, head, added, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The rows of one slot, on the device."""
+
+    table: Tensor | None = None
+    """int32 [vocabulary]: where the row of each token is; -1: it is the model's own."""
+    rows: Tensor | None = None
+    head_ids: Tensor | None = None
+    head_rows: Tensor | None = None
+    tokens: int | None = None
+
+
+class RowBank:
+    """The rows of all slots. `begin` and `begin_head` are those of `LoraKernel`."""
+
+    def __init__(
+        self,
+        slots: int,
+        vocabulary: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        most: int | None = None,
+        one_by_one: bool = False,
+    ) -> None:
+        """`most`: rows of each end that a slot has room for; None: the device's memory is the host's, where adapters
+        are. `one_by_one`: what a token gets does not depend on the others of its step."""
+        self.most = most
+        self._held: list[_Held | None] = [None] * slots
+        self._vocabulary = vocabulary
+        self._device = device
+        self._one_by_one = one_by_one
+        self._groups: list[tuple[_Held, Tensor]] = []
+        self._head_groups: list[tuple[_Held, Tensor]] = []
+        self._rows = self._head_rows = self._tables = self._head_ids = None
+        if most is not None:
+            self._rows, self._head_rows = torch.empty(2, slots, most, hidden, dtype=dtype, device=device)
+            self._tables = torch.empty(slots, vocabulary, dtype=torch.int32, device=device)
+            self._head_ids = torch.empty(slots, most, dtype=torch.int64, device=device)
+
+    def put(self, slot: int, ends: EndRows | None) -> None:
+        """Bring what an adapter replaces into a slot."""
+        if ends is None:
+            self._held[slot] = None
+            return
+        table = rows = head_ids = head_rows = None
+        if ends.embedding is not None:
+            if self._tables is None:
+                table = torch.empty(self._vocabulary, dtype=torch.int32, device=self._device)
+            else:
+                table = self._tables[slot]
+            ids, rows = self._moved(ends.embedding, slot, self._head_ids, self._rows)
+            table.fill_(-1)
+            table.index_copy_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=self._device))
+        if ends.head is not None:
+            head_ids, head_rows = self._moved(ends.head, slot, self._head_ids, self._head_rows)
+        self._held[slot] = _Held(table, rows, head_ids, head_rows, ends.tokens)
+
+    def _moved(
+        self, kept: ReplacedRows, slot: int, all_ids: Tensor | None, all_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if all_ids is None or all_rows is None:
+            return kept.ids, kept.values
+        count = len(kept.ids)
+        ids, rows = all_ids[slot, :count], all_rows[slot, :count]
+        ids.copy_(kept.ids, non_blocking=True)
+        rows.copy_(kept.values, non_blocking=True)
+        return ids, rows
+
+    def begin(self, slots: np.ndarray) -> None:
+        self._groups, self._head_groups = self._grouped(slots), []
+
+    def begin_head(self, slots: np.ndarray) -> None:
+        self._head_groups = self._grouped(slots)
+
+    def clear(self) -> None:
+        """The coming step is captured: it replaces nothing."""
+        self._groups, self._head_groups = [], []
+
+    def _grouped(self, slots: np.ndarray) -> list[tuple[_Held, Tensor]]:
+        if not any(self._held):
+            return []
+        found = []
+        for slot in np.unique(slots[slots >= 0]).tolist():
+            held = self._held[slot]
+            if held is not None:
+                found.append((held, torch.from_numpy(np.flatnonzero(slots == slot)).to(self._device)))
+        return found
+
+    def replace_embedding(self, token_ids: Tensor, stream: Tensor) -> None:
+        """Write over the initial residual stream of tokens whose rows are replaced."""
+        for held, tokens in self._groups:
+            if held.table is None or held.rows is None:
+                continue
+            at = held.table[token_ids[tokens]]
+            replaced = held.rows[at.clamp(min=0)].to(stream.dtype)
+            stream[tokens] = torch.where((at >= 0).unsqueeze(1), replaced, stream[tokens])
+
+    def replace_logits(self, x: Tensor, y: Tensor) -> None:
+        """Write over logits `y`, before what a family does to them, whose rows of the head are replaced. `x`: what the
+        head read."""
+        for held, tokens in self._head_groups:
+            if held.head_ids is None or held.head_rows is None:
+                continue
+            read, by = x[tokens].to(held.head_rows.dtype), held.head_rows.t()
+            pieces = torch.split(read, 1) if self._one_by_one else (read,)
+            logits = torch.cat([piece @ by for piece in pieces]).to(y.dtype)
+            y[tokens.unsqueeze(1), held.head_ids] = logits
+
+    def bound_logits(self, y: Tensor) -> Tensor:
+        """Take from all logits, at last, those of tokens that an adapter does not have."""
+        for held, tokens in self._head_groups:
+            if held.tokens is not None and held.tokens < y.shape[1]:
+                y[tokens, held.tokens :] = float("-inf")
+        return y
