@@ -81,7 +81,7 @@ class Member(ABC):
         """Where this rank keeps what its calibration found; None where nobody will ask. See `calibrate`."""
         if not self.rendezvous.keeps or self.place.rank == 0:
             return None
-        return self.rendezvous.store.with_name(f"{self._calibrated}-{self.place.rank}.safetensors")
+        return self.rendezvous.folder / f"{self._calibrated}-{self.place.rank}.safetensors"
 
     _calibrated = "model"
 
