@@ -285,7 +285,7 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     """Refuse what models that the `transformers` library runs do not have."""
     refused = {
         "expert_copies": config.expert_copies > 0,
-        "rank_restarts, with tensor_parallel": config.rank_restarts and config.tensor_parallel > 1,
+        "rank_restarts, with attention_parallel: data": config.rank_restarts and config.attention_parallel == "data",
     }
     for name, is_set in refused.items():
         if is_set:
@@ -320,7 +320,7 @@ def _by_transformers(
     from penstock.engine.models.transformers.cuts import Shard
     from penstock.engine.models.transformers.load import load_decoder
 
-    span = shard = None
+    span = shard = sums = None
     if member is not None:
         from penstock.engine.parallel.dispatch import exchanged_between
         from penstock.engine.parallel.layout import layer_span
@@ -328,15 +328,13 @@ def _by_transformers(
         place, group = member.place, member.groups.tensor
         exchange = exchanged_between(group) if group is not None and place.data else None
         span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
-        shard = (
-            None
-            if group is None
-            else Shard(place.shard, place.tensor, member.summed, member.least, backend.device, exchange)
-        )
+        if group is not None:
+            sums = member.loading_sums()
+            shard = Shard(place.shard, place.tensor, sums or member.summed, member.least, backend.device, exchange)
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"
-    return load_decoder(
+    decoder = load_decoder(
         folder,
         model,
         weights.config,
@@ -352,6 +350,9 @@ def _by_transformers(
         experts=config.expert_parallel,
         progress=lambda fraction: phases.report("weights", fraction),
     )
+    if sums is not None:
+        sums.loaded()
+    return decoder
 
 
 def check_stateful(config: EngineConfig) -> None:
