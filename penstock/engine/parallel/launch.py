@@ -436,6 +436,8 @@ def _blame(rank: _Rank, report: Report) -> PenstockError:
 
 def _next_report(rank: _Rank) -> Report | None:
     """What a rank that has no reader has said and nobody has heard."""
+    if rank.reader is not None:
+        return None
     with suppress(EOFError, OSError):
         while rank.connection.poll():
             report = plain.receive(rank.connection)

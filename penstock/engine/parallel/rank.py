@@ -229,7 +229,7 @@ class RankServer:
         """Run a step; what failed, where this rank outlives it."""
         try:
             self._run(message, arriving)
-        except (RuntimeError, ConnectionError, TimeoutError) as error:  # of collectives when a member is gone
+        except (RuntimeError, ConnectionError, TimeoutError, ReplicaLost) as error:  # of collectives: a member is gone
             if self.member is None:
                 raise
             return str(error)
