@@ -87,7 +87,6 @@ def _check_restarts(config: EngineConfig) -> None:
     """Refuse what a rank that is started again would have to be told, or to run with the others while it loads."""
     refused = {
         "CUDA devices": pick_device(config.device).type != "cpu",
-        "ranks on other machines": config.spans_machines,
     }
     for name, is_set in refused.items():
         if is_set:
