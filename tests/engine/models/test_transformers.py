@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.transformers.linears import ModuleWeights
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError
 from tests.engine.foreign import FOREIGN, write_foreign
@@ -371,3 +372,23 @@ def test_custom_code_runs_only_where_it_is_allowed_by_name(tmp_path: Path, monke
     elsewhere = changed(folder, auto_map={"AutoModelForCausalLM": "org/code--modeling_odd.OddForCausalLM"})
     with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
         make_engine(elsewhere, trust_remote_code=("org/odd",))
+
+
+@pytest.mark.parametrize("fault", ["transposed", "of another layer"])
+def test_a_wrong_matrix_is_found_in_16_bits(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, earlier = ModuleWeights.tensor, [torch.empty(0)]
+
+    def wrong(weights: ModuleWeights, name: str, *others: Any) -> torch.Tensor:
+        found = read(weights, name, *others)
+        if "o_proj.weight" not in name:
+            return found
+        if "layers.2." in name:
+            return found.t().contiguous() if fault == "transposed" else earlier[-1]
+        earlier.append(found.clone())
+        return found
+
+    folder = write_foreign("starcoder2", tmp_path)
+    make_engine(folder, dtype="bfloat16")
+    monkeypatch.setattr(ModuleWeights, "tensor", wrong)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.o_proj computes something else"):
+        make_engine(folder, dtype="bfloat16")

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.transformers.cuts import Cuts
 from penstock.engine.models.weights import WeightReader
+from penstock.errors import CheckpointError
 
 _KINDS = frozenset({"Linear", "Conv1D", "FalconLinear", "AwaitedLinear"})
 """Classes that compute x W^T + b and nothing else; a subclass by another name may compute more."""
+
+_APART = 0.5
+"""How far a linear may be from the library's, relative to what it gives: rounding to 4 bits changes about a tenth,
+another or a transposed matrix more than all of it."""
 
 Shapes = dict[str, tuple[int, int]]
 """Of a layer's linears: inputs and outputs, by the name below the layer."""
@@ -167,6 +172,8 @@ def replace_linears(
         bias = _is_biased(module)
         reader = as_stored if as_stored is not None and _stores(as_stored, name, module) else read
         linear = reader.linear(f"{above}." if above else "", {last: own_outputs}, own_inputs, bias)
+        if not isinstance(module, AwaitedLinear):
+            _check(name, linear, module, cuts, read.backend.device, read.dtype)
         if name == head:
             linear = read.backend.as_head(linear)
         replaced = EngineLinear(name, linear, inputs, outputs, read.dtype)
@@ -179,6 +186,28 @@ def replace_linears(
         weights.release(name)
         made.append(replaced)
     return made
+
+
+def _check(name: str, linear: Linear, module: Any, cuts: Cuts | None, device: torch.device, dtype: torch.dtype) -> None:
+    """CheckpointError where the engine's linear, or this shard's part of it, does not compute what the library's does.
+    A comparison of logits in 16 bits would not show a single wrong matrix for sure; this does."""
+    weight: Tensor = module.weight
+    _, inputs = shape_of(module)
+    seeded = torch.Generator().manual_seed(0)
+    x = torch.randn(4, inputs, generator=seeded).to(weight.device, weight.dtype)
+    columns = None if cuts is None else cuts.columns.get(name)
+    own = x if columns is None else x[:, slice(*columns)]
+    if columns is not None:
+        x = torch.zeros_like(x).index_copy_(1, torch.arange(*columns, device=x.device), own)
+    expected: Tensor = module(x).float()
+    if cuts is not None and columns is not None and cuts.shard.index and module.bias is not None:
+        expected = expected - module.bias.float()
+    if cuts is not None and name in cuts.rows:
+        expected = torch.cat([expected[:, begin:end] for begin, end in cuts.rows[name]], dim=1)
+    found = linear(own.to(device, dtype).contiguous()).to(expected.device).float()
+    apart = float((found - expected).norm()) / max(float(expected.norm()), 1e-6)
+    if not apart < _APART:
+        raise CheckpointError(f"{name} computes something else than in transformers, relatively by {apart:.2g}")
 
 
 def _stores(reader: WeightReader, name: str, module: nn.Module) -> bool:
