@@ -118,7 +118,7 @@ class EndTensors:
         """PEFT saves every module that it was told to train."""
         for module in self.ends:
             named = any(module.endswith(name) for name in self.config.saved)
-            if named and (module, "saved") not in self._keys:
+            if named and not {(module, "saved"), (module, "base")} & self._keys.keys():
                 raise CheckpointError(f"{CONFIG}: modules_to_save has {module}, and {self.file} does not")
         rows = self.config.token_rows
         for name, tokens in rows.items():
@@ -155,7 +155,7 @@ class EndTensors:
         # Of a tied pair that is trained as one, the other is saved too.
         paths = list(self._paths.values()) if tied and self.config.tied else [self._paths[module]]
         trained = any(path.endswith(name) for path in paths for name in self.config.saved)
-        return matrix, saved is not None and trained
+        return matrix, trained
 
     def check_tokens(self, module: str, site: Site, count: int) -> None:
         """Refuse more tokens than there is room for."""
@@ -190,7 +190,7 @@ class EndTensors:
     ) -> tuple[Tensor, Tensor]:
         """Tokens whose rows were trained one by one, ascending, and these rows."""
         key, of = self._keys.get((module, "tokens")), module
-        if key is None and tied and site.end == "head" and (module, "saved") not in self._keys:
+        if key is None and tied and site.end == "head":
             # What an embedding has of such rows its tied head has too, unless it has some of its own.
             for other, index in self.ends.items():
                 if self.cut.whole.sites[index].end == "embedding":
