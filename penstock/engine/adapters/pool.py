@@ -24,6 +24,7 @@ from penstock.engine.adapters.spec import (
     name_problem,
 )
 from penstock.engine.kv.block_hash import root_name
+from penstock.engine.request import TOKENS_UNKNOWN
 from penstock.engine.sequence import Sequence
 from penstock.errors import ConfigError
 
@@ -31,7 +32,7 @@ PATIENCE_S = 1.0
 MOVES_PER_STEP = 2
 """Copies into slots between two steps: bounds how long running sequences are delayed."""
 _LOADER_WAIT_S = 0.002
-_NO_TOKEN = "the prompt has a token that the adapter does not have: its ids are those up to"
+_NO_TOKEN = f"{TOKENS_UNKNOWN}: the adapter does not have all of the prompt's; it has those up to"
 
 
 class AdapterPool:

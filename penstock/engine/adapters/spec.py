@@ -119,7 +119,7 @@ def stored_tokens(folder: Path) -> int:
         config = json.loads((folder / CONFIG).read_bytes())
         named = config.get("trainable_token_indices") or []
         lists = named.values() if isinstance(named, dict) else [named]
-        return max((*(1 + max(each) for each in lists if each), *_lengths(folder), 0))
+        return max([*(1 + int(max(each)) for each in lists if each), *_lengths(folder), 0])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return 0
 

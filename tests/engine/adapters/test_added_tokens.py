@@ -135,7 +135,7 @@ def test_tokens_that_an_adapter_does_not_have_are_refused(base: Path, specs: tup
     assert engine.info.vocab_size == COUNT
     assert f"between 0 and {OWN - 1}" in error(engine, ask("a", [1, OWN], ""))
     for _ in range(2):  # before it is loaded, and after
-        assert "the adapter does not have" in error(engine, ask("b", [1, COUNT - 1], "resized"))
+        assert "the adapter does not have all of the prompt's" in error(engine, ask("b", [1, COUNT - 1], "resized"))
     assert f"between 0 and {COUNT - 1}" in error(engine, ask("c", [1, COUNT], "more"))
     assert generate(engine, ask("d", [1, COUNT - 1], "more"))["d"]
     assert_idle(engine)
