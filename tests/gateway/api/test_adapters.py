@@ -47,7 +47,8 @@ async def serving(
     port = free_port()
     names = tuple(spec.name for spec in adapters)
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)
-    model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names, adapter_texts=texts)
+    model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
+    model.adapter_sources, model.adapter_texts = {spec.name: spec.source for spec in adapters}, texts
     stop = asyncio.Event()
     listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
