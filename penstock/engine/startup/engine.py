@@ -182,7 +182,7 @@ def _assemble(
         )
         if ranks is not None:
             ranks.when_lost.append(engine.exchange.start_over)
-    if ranks is not None and config.expert_parallel:
+    if ranks is not None and config.expert_parallel and not part.model.by_transformers:
         engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
     with phases(executor.phase) if executor.phase else nullcontext():
