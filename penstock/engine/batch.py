@@ -33,7 +33,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work; decodes come first."""
+    """One step's work; decodes come first. Without chunks it is only copies."""
 
     chunks: list[Chunk]
     num_decodes: int
@@ -45,6 +45,8 @@ class Batch:
     """Blocks to copy to and from the host before the step."""
     state_transfers: Transfers | None = None
     """The same of states."""
+    restores: bool = False
+    """Whether blocks are copied back for sequences that have waited for them; they may be in no chunk of it."""
     speculative: bool = False
     """Whether some chunk carries draft tokens."""
     plain: bool = False

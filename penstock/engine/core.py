@@ -243,7 +243,7 @@ class Engine:
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch, now)
-        waits = batch is None or (batch.speculative and not self._pipelined)
+        waits = batch is None or not batch.chunks or (batch.speculative and not self._pipelined)
         depth = 0 if waits else self._depth
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
@@ -332,12 +332,10 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
-            host_hit_tokens=scheduler.host_hit_tokens,
-            disk_hit_tokens=scheduler.disk_hit_tokens,
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        scheduler.allocator.report(load)
+        scheduler.report(load)
         for part in (self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
@@ -351,9 +349,7 @@ class Engine:
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._step_tokens = self._admission.prompt_tokens = self._generation_tokens = 0
-        self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
-        self.scheduler.disk_hit_tokens = 0
-        self.scheduler.pace.forget()
+        self.scheduler.reset_counters()
         self._lead = Lead()
         self.forget_caches()
         if self.speculation is not None:
@@ -398,6 +394,10 @@ class Engine:
 
     def _launch(self, batch: Batch, began: float) -> None:
         with self._recovery.of(batch):
+            if not batch.chunks:
+                self.runner.copy(batch)
+                self.scheduler.landed(batch)
+                return
             batch.masks = self._constraints.begin(batch)
             step = self.runner.run(batch)
             step.launched_at = self.clock()

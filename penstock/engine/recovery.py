@@ -68,7 +68,7 @@ class Recovery:
     def _isolate(self, batch: Batch, message: str) -> None:
         """A sequence that was alone in the step has caused it; otherwise try each of them alone."""
         sequences = self._unwind(batch)
-        if len(batch.chunks) > 1 or batch.speculative:
+        if len(batch.chunks) != 1 or batch.speculative or batch.restores:
             self._scheduler.isolate(sequences)
             return
         for seq in sequences:
@@ -78,7 +78,7 @@ class Recovery:
         """Undo a batch that did not run; its running sequences. Prefixes cached on the device cannot be trusted any
         more; those on the host and on disk can, but for what this batch was to copy."""
         self._drain()
-        self._scheduler.allocator.pool.distrust()
+        self._scheduler.distrust(batch)
         for chunk in batch.chunks:
             if chunk.samples and not chunk.seq.finished:
                 chunk.seq.pending -= 1

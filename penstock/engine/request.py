@@ -297,6 +297,14 @@ class EngineLoad:
     disk_restored_blocks: int = 0
     """Blocks and states on disk that were found there when the engine started."""
     disk_restored_states: int = 0
+    restoring: int = 0
+    """Requests that wait for blocks from host memory or from disk."""
+    host_restores: int = 0
+    """Times that a request has waited for blocks from host memory, while others ran, and seconds of that."""
+    host_restore_s: float = 0.0
+    disk_restores: int = 0
+    """The same for blocks from disk."""
+    disk_restore_s: float = 0.0
 
 
 @dataclass(slots=True)

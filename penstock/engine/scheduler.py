@@ -12,6 +12,9 @@ old key. The clock is passed in; the scheduler is a plain object without I/O.
 Where streams have a target for the gap between their tokens, the prompt tokens of a step with decodes are bounded by
 what they are measured to take (`pace`).
 
+A sequence whose beginning is on the host may start before all of it is back on the device (`kv.returns`): it has its
+row and its blocks then, a part of the copies goes with every step of the others, and it is computed once they are made.
+
 With speculation a decode may carry draft tokens behind its last real one. They take only budget, blocks and positions
 that no other sequence needs in this step.
 
@@ -30,7 +33,8 @@ from typing import TYPE_CHECKING
 from penstock.engine.batch import Batch, Chunk
 from penstock.engine.kv.allocator import BlockAllocator, Found
 from penstock.engine.pace import Pace, PromptBudget
-from penstock.engine.request import Request
+from penstock.engine.request import EngineLoad, Request
+from penstock.engine.restores import MOST_FAILURES, Restores
 from penstock.engine.sequence import Sequence
 from penstock.engine.waiting_queue import Deadlines, WaitingQueue
 
@@ -94,6 +98,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._suspects: deque[Sequence] = deque()
         self._arrivals = 0
+        self._restores = Restores(allocator)
 
     @property
     def waiting(self) -> int:
@@ -112,6 +117,14 @@ class Scheduler:
     def recalling(self) -> bool:
         """Whether some sequence waits for blocks from disk."""
         return self._waiting.recalling
+
+    def report(self, load: EngineLoad) -> None:
+        """Say what came back from the tiers behind the cache, and what is behind it."""
+        load.host_hit_tokens = self.host_hit_tokens
+        load.disk_hit_tokens = self.disk_hit_tokens
+        self._restores.report(load)
+        self._waiting.report(load)
+        self.allocator.report(load)
 
     @property
     def next_waiting(self) -> Sequence | None:
@@ -145,6 +158,7 @@ class Scheduler:
             self._stop(seq)
         else:
             self._waiting.ended(seq)
+            self._restores.ended(seq)
         if self.adapters is not None and seq.request.adapter:
             self.adapters.forget(seq)
         most = 2 * len(self._live) + self.SLACK
@@ -153,6 +167,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Assert that nothing is held though nothing is live; for tests and soaks."""
+        self._restores.check_idle()
         assert not self.recalling, "an ended sequence waits for its blocks"
         assert not self._live and not self.running and self.waiting == 0, f"{len(self._live)} sequences live"
         assert sorted(self._rows) == list(range(self.max_running)), f"{self.max_running - len(self._rows)} rows leaked"
@@ -163,6 +178,11 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.check_idle()
 
+    def reset_counters(self) -> None:
+        """Forget what was counted and measured so far."""
+        self.prefix_query_tokens = self.prefix_hit_tokens = self.host_hit_tokens = self.disk_hit_tokens = 0
+        self.pace.forget()
+
     def expired(self, now: float) -> list[Sequence]:
         """Live sequences whose deadline has passed."""
         return self._deadlines.expired(now)
@@ -171,7 +191,7 @@ class Scheduler:
         """Running sequences of which the next step computes one token."""
         if self._suspects:
             return []
-        ready = [seq for seq in self.running if self._remaining(seq) == 1]
+        ready = [seq for seq in self._computed if self._remaining(seq) == 1]
         return ready if self.batches == 1 else ready[: self._decode_share(len(ready))]
 
     def reserve(self, seq: Sequence, drafts: int) -> int:
@@ -187,17 +207,20 @@ class Scheduler:
         return max(end - seq.length, 0)
 
     def schedule(self, now: float, drafts: Mapping[Sequence, list[int]] | None = None) -> Batch | None:
-        """Choose the next step's chunks and take the blocks they need. None when nothing can run.
+        """Choose the next step's chunks and take the blocks they need. None when nothing can run. A step without chunks
+        only makes copies.
 
         `drafts`: draft tokens to verify, for sequences without pending tokens.
         """
         self.allocator.tick(now)
+        self._restores.copied = False
         if self._suspects:
             return self._schedule_suspect(now)
         if self._waiting.recalling:
             self.resume(self._waiting.recalled(self.allocator.is_coming, now))
         if self.adapters is not None:
             self.resume(self.adapters.returning(now))
+        self.resume(self._restores.begin_step(now))
         chunks, budget = self._continue_running(drafts or {})
         # Only now are preemptions over: name what will be computed, so that requests admitted below can share it.
         size = self.allocator.block_size
@@ -246,6 +269,15 @@ class Scheduler:
         self.preemptions += 1
         self._waiting.enter(seq)
 
+    def distrust(self, batch: Batch) -> None:
+        """A step failed: the names on the device cannot be trusted, and copies may not have been made. Sequences that
+        need those and were not in the step wait again."""
+        self.allocator.pool.distrust()
+        computed = {chunk.seq for chunk in batch.chunks}
+        for seq in self._restores.interrupted():
+            if seq in self.running and seq not in computed:
+                self.preempt(seq)
+
     def isolate(self, sequences: list[Sequence]) -> None:
         """After a failed step: run each of its sequences alone once, so that only the one that raises fails."""
         for seq in sequences:
@@ -267,9 +299,15 @@ class Scheduler:
     def _decode_share(self, ready: int) -> int:
         """Most of the `ready` sequences to decode in one step: an equal part of all, those in flight included, and of
         those that are ready one for every step that may still join those in flight."""
-        decoding = sum(len(seq.tokens) + seq.pending - seq.computed <= 1 for seq in self.running)
+        decoding = sum(len(seq.tokens) + seq.pending - seq.computed <= 1 for seq in self._computed)
         free = max(self.batches - self._in_flight, 1)
         return min(-(-decoding // self.batches), -(-ready // free))
+
+    @property
+    def _computed(self) -> Iterable[Sequence]:
+        """Running sequences that do not wait for their blocks."""
+        waiting = self._restores.waiting
+        return [seq for seq in self.running if seq not in waiting] if waiting else self.running
 
     def _prompt_share(self, remaining: int, decodes: int) -> int:
         """Most prompt tokens in a step with so many decodes: an equal part of those that run (`remaining`), wait or are
@@ -287,7 +325,7 @@ class Scheduler:
         decodes: list[tuple[Sequence, int]] = []
         prefills: list[tuple[Sequence, int]] = []
         in_turns = self.batches > 1
-        for seq in self.running:
+        for seq in self._computed:
             length = len(seq.tokens) + seq.pending
             if length >= seq.limit or (
                 seq.pending and (in_turns or seq.matcher is not None or seq.watermark is not None or length >= seq.hold)
@@ -354,16 +392,23 @@ class Scheduler:
             seq = self._waiting.first(now)
             if seq is None or seq.pending:
                 return None
-            cached = self.allocator.match(seq)
+            computes = seq.failed_restores >= MOST_FAILURES
+            cached = [] if computes else self.allocator.match(seq)
             if self.allocator.shortfall(cached, seq.length, seq) > 0:
                 return None
             self._waiting.pop()
-            names = [] if seq.recalled else self.allocator.recall(seq)
-            if not names:
-                return self._start(seq, cached, budget, now)
-            self._waiting.recall(seq, names, now)
+            if self._restores.puts_off(seq, cached):
+                continue
+            names = [] if seq.recalled or computes else self.allocator.recall(seq)
+            if names:
+                self._waiting.recall(seq, names, now)
+                continue
+            chunk = self._start(seq, cached, budget, now)
+            if chunk is not None or not self._rows:
+                return chunk
 
-    def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk:
+    def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk | None:
+        """None: it waits for blocks from the host."""
         self._waiting.count -= 1
         seq.recalled = False
         seq.row = self._rows.pop()
@@ -382,6 +427,8 @@ class Scheduler:
             self.prefix_hit_tokens += seq.computed
             self.host_hit_tokens += restored * self.allocator.block_size
             self.disk_hit_tokens += min(restored, seq.recalls) * self.allocator.block_size
+        if self._restores.add(seq, now):
+            return None
         length = min(seq.length - seq.computed, budget)
         length = self._cut(seq, max(self._prompts.fit(seq.computed, length), 1))
         self._prompts.spend(seq.computed, length)
@@ -391,6 +438,7 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         del self.running[seq]
+        self._restores.waiting.pop(seq, None)
         self._own_targets.pop(seq, None)
         if seq.pending and self.batches > 1:
             self._parked[seq] = seq.row
@@ -435,7 +483,9 @@ class Scheduler:
                 if not self.running:
                     return None  # steps in flight hold the rows
                 self.preempt(self._latest())
-            chunk = self._start(seq, [], self.token_budget, now)
+            started = self._start(seq, [], self.token_budget, now)
+            assert started is not None, "it starts from nothing"
+            chunk = started
         else:
             length = self._cut(seq, min(self._remaining(seq), self.token_budget))
             while not self.allocator.grow(seq, seq.computed + length):
@@ -449,12 +499,14 @@ class Scheduler:
         return self.adapters is None or self.adapters.has_slot(seq)
 
     def _commit(self, chunks: list[Chunk]) -> Batch | None:
-        if not chunks:
+        """The step with these chunks; without any, one that only copies, if sequences wait for that."""
+        if not chunks and not (self._restores.copied if self._in_flight else self._restores.fill()):
             return None
         for chunk in chunks:
             if chunk.samples:
                 chunk.seq.pending += 1
         batch = Batch.of(chunks, self.allocator.take_transfers())
+        batch.restores = self._restores.copied
         if self.allocator.states is not None:
             batch.state_transfers = self.allocator.states.take_transfers()
         self._in_flight += 1

@@ -33,6 +33,7 @@ class Sequence:
         "deadline",
         "drafted",
         "epoch",
+        "failed_restores",
         "finish_reason",
         "first_scheduled",
         "first_token",
@@ -99,6 +100,8 @@ class Sequence:
         """Whether blocks of its beginning have been read from disk for it since it last ran."""
         self.recalls = 0
         """How many blocks were asked for when it was last put aside for them."""
+        self.failed_restores = 0
+        """How often steps failed that were to copy its blocks back from the host."""
         self.row = -1
         """Row in the runner's device tensors while running."""
         self.adapter: LoadedAdapter | None = None

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from penstock.engine.request import EngineLoad
 from penstock.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class WaitingQueue:
         """Sequences that wait for blocks from disk: which, and since when."""
         self.count = 0
         """Sequences that wait, in the queue or aside."""
+        self._recalled = 0
+        self._recall_s = 0.0
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -90,8 +93,14 @@ class WaitingQueue:
         read."""
         back = [seq for seq, (names, since) in self._recalls.items() if now - since > RECALL_S or not is_coming(names)]
         for seq in back:
-            del self._recalls[seq]
+            self._recalled += 1
+            self._recall_s += now - self._recalls.pop(seq)[1]
         return back
+
+    def report(self, load: EngineLoad) -> None:
+        load.restoring += len(self._recalls)
+        load.disk_restores = self._recalled
+        load.disk_restore_s = self._recall_s
 
     def tokens(self, enough: int) -> int:
         """Tokens of those in the queue; counting stops when there are enough."""

@@ -169,6 +169,36 @@ _LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
         "KV blocks and recurrent states that could not be written to disk or read from it.",
         lambda load: load.disk_failures,
     ),
+    (
+        "gauge",
+        "penstock_kv_restoring",
+        "Requests that wait for KV blocks from host memory or from disk.",
+        lambda load: load.restoring,
+    ),
+    (
+        "counter",
+        "penstock_kv_host_restores_total",
+        "Times that a request waited for KV blocks from host memory.",
+        lambda load: load.host_restores,
+    ),
+    (
+        "counter",
+        "penstock_kv_host_restore_seconds_total",
+        "Seconds that requests waited for KV blocks from host memory.",
+        lambda load: load.host_restore_s,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_restores_total",
+        "Times that a request waited for KV blocks from disk.",
+        lambda load: load.disk_restores,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_restore_seconds_total",
+        "Seconds that requests waited for KV blocks from disk.",
+        lambda load: load.disk_restore_s,
+    ),
     ("counter", "penstock_engine_steps_total", "Engine steps.", lambda load: load.steps),
 )
 

@@ -113,6 +113,9 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     """Whether a sleeping engine's weights move to host memory; otherwise they are loaded again."""
     exchange_step_bytes: int
     """KV blocks from other engines taken in between two steps, at most, in bytes."""
+    restore_step_bytes: int | None
+    """KV blocks that one step copies back from the host, at most, in bytes, so that no other sequence waits long for
+    them. None: any number."""
     adapters_by_output: bool
     """See `AdapterLayout`."""
     invariant_adapters: bool = False

@@ -184,6 +184,17 @@ class BlockAllocator:
             self.states.attach(seq, cached[-1].name if cached else None)
         return returning
 
+    def bring_back(self, steps: int = 1) -> bool:
+        """Let the next step make some of the copies that sequences wait for (`HostTier`). Whether there were any."""
+        return sum(host.bring_back(steps) for host in self.hosts) > 0
+
+    def awaits(self, seq: Sequence) -> bool:
+        """Whether blocks of `seq`, or the state it starts with, are still to be copied back from the host."""
+        host = self.pool.host
+        if host is not None and host.returns and any(block in host.returns for block in reversed(seq.blocks)):
+            return True
+        return self.states is not None and self.states.awaits(seq)
+
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Make room for the first `tokens` tokens of `seq`. False, and nothing taken, when it does not fit."""
         if self.window is not None:
@@ -241,9 +252,7 @@ class BlockAllocator:
         if self.states is not None:
             self.states.tick(now)
         if self.pool.host is not None:
-            self.pool.host.now = now
-            self.pool.host.write_ahead()
-            self.pool.host.copy_idle()
+            self.pool.host.tick(now)
 
     def take_transfers(self) -> Transfers | None:
         """Copies between device and host that the step scheduled last depends on."""

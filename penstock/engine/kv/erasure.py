@@ -42,7 +42,7 @@ class Erasure:
         for tier in self._tiers:
             if tier.disk is not None:
                 tier.land()
-        self._over = not any(tier.disk is not None and tier.disk.erasing for tier in self._tiers)
+        self._over = not any(tier.erasing for tier in self._tiers)
 
     @property
     def failed(self) -> int:

@@ -6,6 +6,9 @@ collected until the next step takes it (`take`). Invariant: a slot that is the s
 is not given to another name. Copies out run before copies back, so a block may be copied out and then filled from the
 host in the same step.
 
+Copies back may be bounded (`returns`): those that are too many for a step are made by later ones, and a sequence does
+not run before all of its blocks are there.
+
 With a disk behind it (`disk`), the older half of the blocks is written there while they still rest here, so that giving
 their slots away costs nothing; blocks that are on disk only are read back into slots before a sequence that
 begins with them is scheduled (`recall`). A slot that is being written or read is not given away either.
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from penstock.engine.kv.disk import DiskTier
+from penstock.engine.kv.returns import Returns
 from penstock.engine.request import EngineLoad
 
 IDLE_COPIES = 32
@@ -41,9 +45,14 @@ class Transfers:
 class HostTier:
     """Names and slots of the host's blocks."""
 
-    def __init__(self, num_slots: int, idle_s: float, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self, num_slots: int, idle_s: float, disk: DiskTier | None = None, returns_at_once: int | None = None
+    ) -> None:
+        """`returns_at_once`: most blocks that one step copies back; None: any number."""
         self.capacity = num_slots
         self.disk = disk
+        self.returns = Returns(returns_at_once)
+        """Blocks that later steps copy back."""
         self.idle_s = idle_s
         self.offloaded = 0
         self.restored = 0
@@ -61,14 +70,19 @@ class HostTier:
         self._latest: list[bytes] = []
         """Blocks that the copies taken last bring here."""
         self._doomed: set[bytes] = set()
-        """Blocks to be forgotten once the copies of them have been taken."""
+        """Blocks to be forgotten once the copies of them have been taken. They are not found any more."""
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         """Those that are not, nor on their way; about half of all slots when the disk keeps up, none when it is
         persistent."""
 
     @property
     def used(self) -> int:
-        return len(self._resting) + len(self._moving)
+        return len(self._resting) + len(self._moving) + len(self.returns)
+
+    @property
+    def erasing(self) -> bool:
+        """Whether blocks that were forgotten are still here or on disk."""
+        return bool(self._doomed) or (self.disk is not None and self.disk.erasing)
 
     @property
     def most_read(self) -> int:
@@ -76,15 +90,25 @@ class HostTier:
         return -(-self.capacity // 2)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._resting or name in self._moving
+        return self._is_here(name) and name not in self._doomed
+
+    def _is_here(self, name: bytes) -> bool:
+        return name in self._resting or name in self._moving or name in self.returns.slots
 
     def has(self, name: bytes) -> bool:
         """Whether a block is here or on disk."""
-        return name in self or (self.disk is not None and name in self.disk)
+        return name not in self._doomed and (self._is_here(name) or (self.disk is not None and name in self.disk))
+
+    def tick(self, now: float) -> None:
+        """A step is about to be scheduled."""
+        self.now = now
+        self.returns.begin_step()
+        self.write_ahead()
+        self.copy_idle()
 
     def keep(self, block: int, name: bytes) -> bool:
         """Copy a device block before it is overwritten. False when every slot is busy: its content is lost."""
-        if name in self._moving:
+        if name in self._moving or name in self.returns.slots:
             return True
         if name in self._resting:
             self._touch(name)
@@ -103,13 +127,42 @@ class HostTier:
             self._moving[name] = self._resting.pop(name)
 
     def restore(self, name: bytes, block: int) -> None:
-        """Copy the content of a held name into a device block. The host keeps its copy."""
-        self._transfers.back[block] = self._moving[name]
-        self.restored += 1
+        """Copy the content of a held name into a device block, with the next step or, when that has enough to copy,
+        with later ones. The host keeps its copy."""
+        if self.returns.fits():
+            self._transfers.back[block] = self._moving[name]
+            self.restored += 1
+        else:
+            self.returns.add(block, name, self._moving.pop(name))
+
+    def bring_back(self, steps: int = 1) -> bool:
+        """Let the next step copy back as many of the blocks that wait for that as it may, or as many as in so many
+        steps. Whether there were any."""
+        taken = self.returns.take(steps)
+        for block, name, slot in taken:
+            self._transfers.back[block] = slot
+            self._moving[name] = slot
+        self.restored += len(taken)
+        return bool(taken)
+
+    def give_up(self, block: int) -> bool:
+        """Nobody holds a device block any more. Whether it still waited for its content, which it then never gets."""
+        found = self.returns.cancel(block)
+        if found is None:
+            return False
+        name, slot = found
+        if any(slot == leaving for _, leaving in self._transfers.out):
+            self._moving[name] = slot  # it is not here yet
+        else:
+            self._settle(name, slot)
+        if name in self._doomed:
+            self._doomed.discard(name)
+            self.forget([name])
+        return True
 
     def cool(self, block: int, name: bytes) -> None:
         """A device block is no longer used, though it may be again."""
-        if name not in self:
+        if not self._is_here(name):
             self._cooling[block] = (name, self.now + self.idle_s)
             if self._saves:
                 self._unsaved[block] = name
@@ -134,7 +187,7 @@ class HostTier:
         copied = 0
         while self._unsaved and copied < IDLE_COPIES and (self._empty or len(self._written) > len(self._moving)):
             block, name = self._unsaved.popitem()  # of the sequence that ended last, its beginning first
-            if name in self or name in self.disk:
+            if self._is_here(name) or name in self.disk:
                 continue
             if not self.keep(block, name):
                 self._unsaved[block] = name
@@ -170,17 +223,17 @@ class HostTier:
             if blocks:
                 for name in self.disk.begin_write(blocks):
                     self._written.pop(name, None)
-                    if name in self:
+                    if self._is_here(name):
                         self._unwritten[name] = None
 
     def land(self) -> None:
         """Learn what has become of copies to and from the disk."""
         assert self.disk is not None
         for name, slot, was_read in self.disk.poll():
-            if was_read and name not in self:
+            if was_read and not self._is_here(name):
                 self._resting[name] = slot
                 self._written[name] = None
-            elif self._resting.get(name, -1) == slot or self._moving.get(name, -1) == slot:
+            elif slot in (self._resting.get(name), self._moving.get(name), self.returns.slots.get(name)):
                 self._written[name] = None  # or could not be, and would not be if tried again
             else:
                 self._empty.append(slot)
@@ -195,7 +248,7 @@ class HostTier:
                 self._touch(name)
             elif self.disk.is_reading(name):
                 on_the_way = True
-            elif name not in self._moving and name in self.disk:
+            elif not self._is_here(name) and name in self.disk:
                 wanted.append(name)
         blocks, spared = list[tuple[bytes, int]](), set(names)
         for name in wanted[: self.most_read]:
@@ -232,7 +285,7 @@ class HostTier:
     def take(self) -> Transfers | None:
         """The copies collected so far, to be made before anything else happens on the device."""
         arriving = {slot for _, slot in self._transfers.out}
-        self._latest = [name for name, slot in self._moving.items() if slot in arriving]
+        self._latest = self._of_slots(arriving)
         self._rest()
         if self._doomed:
             doomed, self._doomed = self._doomed, set()
@@ -245,17 +298,27 @@ class HostTier:
 
     def _rest(self) -> None:
         """What was to be copied has been, or is held no longer."""
-        self._resting.update(self._moving)
+        moving, self._moving = self._moving, {}
+        for name, slot in moving.items():
+            self._settle(name, slot)
+
+    def _settle(self, name: bytes, slot: int) -> None:
+        """A block is here and may leave; it was used just now."""
+        self._resting[name] = slot
         if self.disk is not None:
-            for name in self._moving:
-                if name not in self._written and name not in self._unwritten and not self.disk.is_writing(name):
-                    (self._written if name in self.disk else self._unwritten)[name] = None
-                self._touch(name)
-        self._moving.clear()
+            if name not in self._written and name not in self._unwritten and not self.disk.is_writing(name):
+                (self._written if name in self.disk else self._unwritten)[name] = None
+            self._touch(name)
+
+    def _of_slots(self, slots: Collection[int]) -> list[bytes]:
+        """The blocks in those of these slots that copies use."""
+        busy = self._moving | self.returns.slots if self.returns else self._moving
+        return [name for name, slot in busy.items() if slot in slots]
 
     def names_of(self, owner: bytes) -> list[bytes]:
         """Of the blocks here and on disk, those whose names begin so."""
-        names = [*self._resting, *self._moving, *(() if self.disk is None else self.disk.all_names)]
+        on_disk = () if self.disk is None else self.disk.all_names
+        names = [*self._resting, *self._moving, *self.returns.slots, *on_disk]
         return [name for name in dict.fromkeys(names) if name.startswith(owner)]
 
     def forget(self, names: Collection[bytes]) -> None:
@@ -265,6 +328,10 @@ class HostTier:
         dropped = set(names)
         for name in names:
             slot = self._resting.pop(name, None)
+            if name in self.returns.slots:
+                self._doomed.add(name)
+                dropped.discard(name)
+                continue
             if slot is None and name in self._moving:
                 if self._moving[name] not in leaving or self._moving[name] in self._transfers.back.values():
                     self._doomed.add(name)
@@ -283,9 +350,10 @@ class HostTier:
 
     def distrust(self) -> None:
         """A step failed, and the device has lost its names: copies that the step was to make may not have been made,
-        nor will those be that were collected since. What earlier steps brought here is right, and on disk too."""
-        arriving = {slot for _, slot in self._transfers.out}
-        doubtful = [*self._latest, *(name for name, slot in self._moving.items() if slot in arriving)]
+        nor will those be that were collected since or wait for later steps. What earlier steps brought here is right,
+        and on disk too."""
+        doubtful = [*self._latest, *self._of_slots({slot for _, slot in self._transfers.out})]
+        self._moving |= self.returns.clear()
         self._latest = []
         self._transfers = Transfers()
         self._cooling.clear()
@@ -301,6 +369,7 @@ class HostTier:
         keeps = keep_disk and self._saves
         self._empty.extend(slot for slot in self._resting.values() if slot not in busy)
         self._empty.extend(slot for slot in self._moving.values() if slot not in busy)
+        self._empty.extend(slot for slot in self.returns.clear().values() if slot not in busy)
         if self.disk is not None and not keeps:
             self.disk.forget_all()
         self._resting.clear()
@@ -332,21 +401,23 @@ class HostTier:
 
     def check(self) -> None:
         """Assert the invariant; used by tests."""
-        slots = [*self._empty, *self._resting.values(), *self._moving.values()]
+        slots = [*self._empty, *self._resting.values(), *self._moving.values(), *self.returns.slots.values()]
         copied = {} if self.disk is None else self.disk.slots
         assert len(slots) == len(set(slots)), "a slot has two names"
         assert {*slots, *copied} == set(range(self.capacity)), "a slot is lost"
-        names = {slot: name for held in (self._resting, self._moving) for name, slot in held.items()}
+        busy = self._moving | self.returns.slots
+        assert len(busy) == len(self._moving) + len(self.returns), "a name has two slots"
+        names = {slot: name for held in (self._resting, busy) for name, slot in held.items()}
         assert all(names.get(slot) == name for slot, name in copied.items()), "a slot is given away while it is copied"
         assert not copied.keys() & set(self._empty), "a slot is given away while it is copied"
         if self.disk is not None:
-            here, known = self._resting.keys() | self._moving.keys(), self._written.keys() | self._unwritten.keys()
+            here, known = self._resting.keys() | busy.keys(), self._written.keys() | self._unwritten.keys()
             assert known <= here and not self._written.keys() & self._unwritten.keys(), "a block that left is known"
             lost = [name for name in self._resting if name not in known and not self.disk.is_writing(name)]
             assert not lost, "a block can never leave"
             self.disk.check()
-        assert not self._resting.keys() & self._moving.keys(), "a name has two slots"
-        moving = set(self._moving.values())
+        assert not self._resting.keys() & busy.keys(), "a name has two slots"
+        moving = set(busy.values())
         written = [slot for _, slot in self._transfers.out]
         assert len(written) == len(set(written)) and moving.issuperset(written), "a slot is written twice in a step"
         assert moving.issuperset(self._transfers.back.values()), "a slot may change before it is read"

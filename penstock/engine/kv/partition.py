@@ -178,6 +178,9 @@ class PartitionedAllocator(BlockAllocator):
     def attach(self, seq: Sequence, cached: list[Found]) -> int:
         return self._of(seq).attach(seq, cached)
 
+    def awaits(self, seq: Sequence) -> bool:
+        return self._of(seq).awaits(seq)
+
     def grow(self, seq: Sequence, tokens: int) -> bool:
         return self._of(seq).grow(seq, tokens)
 

@@ -118,7 +118,12 @@ class BlockPool:
             raise AssertionError(f"block {block} released more often than held")
         self._references[block] = count - 1
         if count == 1:
-            if block in self._name_of:
+            if self.host is not None and self.host.returns and self.host.give_up(block):
+                name = self._name_of.pop(block, None)
+                if name is not None:
+                    del self._block_of[name]
+                self._empty.append(block)
+            elif block in self._name_of:
                 self._cached[block] = None
                 if self.host is not None:
                     self.host.cool(block, self._name_of[block])

@@ -46,9 +46,7 @@ class StateStore:
         """A step is about to be scheduled: the one before has been launched, or never will be."""
         host = self.pool.host
         if host is not None:
-            host.now = now
-            host.write_ahead()
-            host.copy_idle()
+            host.tick(now)
         self._release()
 
     def take_transfers(self) -> Transfers | None:
@@ -105,6 +103,10 @@ class StateStore:
             seq.source = slot
         seq.state = self.pool.allocate()
         return returns
+
+    def awaits(self, seq: Sequence) -> bool:
+        """Whether the state that `seq` starts with is still to be copied back from the host."""
+        return self.pool.host is not None and seq.source in self.pool.host.returns
 
     def free(self, seq: Sequence) -> None:
         """Give back the slots of a sequence that stops."""

@@ -61,10 +61,10 @@ class Transit:
         return self._mover is None or self._mover.is_idle(slot)
 
     def find(self, name: bytes) -> int | None:
-        """What is called `name` in any cache, numbered through."""
+        """What is called `name` in any cache, numbered through; not while it still comes from the host tier."""
         for pool, _, _, base in self.caches:
             block = pool.find(name)
-            if block is not None:
+            if block is not None and (pool.host is None or block not in pool.host.returns):
                 return base + block
         return None
 

@@ -66,15 +66,19 @@ class Runner:
         eager = decoder.launched_eagerly or (several_ranks and decoder.followers is None)
         self.executor: Executor = EagerExecutor(resources, deferred=deferred) if eager else backend.executor(resources)
 
-    def run(self, batch: Batch) -> PendingStep:
-        """Launch one step."""
-        began = self.backend.mark() if self._timed else None
+    def copy(self, batch: Batch) -> None:
+        """Make the copies of a step, between device and host."""
         if batch.transfers is not None:
             assert self.mover is not None
             self.mover.run(batch.transfers)
         if batch.state_transfers is not None:
             assert self.state_mover is not None
             self.state_mover.run(batch.state_transfers)
+
+    def run(self, batch: Batch) -> PendingStep:
+        """Launch one step."""
+        began = self.backend.mark() if self._timed else None
+        self.copy(batch)
         if self.adapters is not None:
             self.adapters.fill_slots()
         step = self.executor.run(batch)

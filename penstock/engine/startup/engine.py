@@ -87,7 +87,6 @@ def _check_restarts(config: EngineConfig) -> None:
     """Refuse what a rank that is started again would have to be told, or to run with the others while it loads."""
     refused = {
         "CUDA devices": pick_device(config.device).type != "cpu",
-        "ranks on other machines": config.spans_machines,
     }
     for name, is_set in refused.items():
         if is_set:
@@ -183,7 +182,7 @@ def _assemble(
         )
         if ranks is not None:
             ranks.when_lost.append(engine.exchange.start_over)
-    if ranks is not None and config.expert_parallel:
+    if ranks is not None and config.expert_parallel and not part.model.by_transformers:
         engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
     with phases(executor.phase) if executor.phase else nullcontext():
@@ -320,16 +319,21 @@ def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phase
     if tiers is None:
         return Behind()
 
-    def host(slots: int, places: int, store: BlockStore | None) -> HostTier:
+    step_bytes, shape = part.backend.restore_step_bytes, part.kv.shape
+
+    def host(slots: int, places: int, store: BlockStore | None, size: int) -> HostTier:
         disk = None if store is None else DiskTier(places, store, persistent=tiers.slot is not None)
-        return HostTier(slots, config.host_idle_s, disk)
+        at_once = None if step_bytes is None else max(1, step_bytes // max(1, size))
+        return HostTier(slots, config.host_idle_s, disk, at_once)
 
     caches = range(_caches(config))
-    hosts = tuple(host(tiers.slots, tiers.places, _store(tiers, ranks, cache)) for cache in caches)
+    hosts = tuple(host(tiers.slots, tiers.places, _store(tiers, ranks, cache), shape.block_bytes) for cache in caches)
     mover = _leading(tiers.mover, ranks)
     if tiers.state_mover is None:
         return Behind(hosts, mover, slot=tiers.slot)
-    states = tuple(host(tiers.states, tiers.state_places, _state_store(tiers, ranks, cache)) for cache in caches)
+    states = tuple(
+        host(tiers.states, tiers.state_places, _state_store(tiers, ranks, cache), shape.state_bytes) for cache in caches
+    )
     return Behind(hosts, mover, states, _leading(tiers.state_mover, ranks, states=True), tiers.slot)
 
 

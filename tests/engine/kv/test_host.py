@@ -22,21 +22,25 @@ class TierMachine(RuleBasedStateMachine):
     The content of a block is a number that follows from its name, in the values and in the scales.
     """
 
+    returns_at_once: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.host = HostTier(5, idle_s=3.0)
+        self.host = HostTier(5, idle_s=3.0, returns_at_once=self.returns_at_once)
         self.pool = BlockPool(7, self.host)
         self.kv = KVCache(SHAPE, 7, torch.device("cpu"))
         self.mover = HostBlockMover(self.kv, 5)
         self.held: list[int] = []
+        self.count = 0
         self.names: dict[bytes, int] = {}
         self.unwritten: dict[int, int] = {}
 
     @precondition(lambda self: self.pool.free > 0)
     @rule()
     def compute_a_new_block(self) -> None:
-        number = len(self.names) % 120 + 1
-        name = str(len(self.names)).encode()
+        self.count += 1
+        number = self.count % 120 + 1
+        name = str(self.count).encode()
         block = self.pool.allocate()
         assert self.pool.name(block, name)
         self.names[name] = number
@@ -72,6 +76,8 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        self.host.returns.begin_step()
+        self.host.bring_back()
         transfers = self.host.take()
         if transfers is not None:
             self.mover.run(transfers)
@@ -81,7 +87,7 @@ class TierMachine(RuleBasedStateMachine):
         self.unwritten.clear()
         for name, number in self.names.items():
             block = self.pool.find(name)
-            if block is not None:
+            if block is not None and block not in self.host.returns:
                 assert (self.kv.tensors[0][:, :, block] == number).all(), "a name leads to another content"
                 assert (self.kv.tensors[1][:, :, block] == float(number)).all()
 
@@ -91,6 +97,22 @@ class TierMachine(RuleBasedStateMachine):
         self.unwritten.clear()
         assert self.host.used == 0 and self.host.take() is None
 
+    @rule()
+    def a_step_fails_half_way(self) -> None:
+        self.pool.distrust()
+        self.unwritten.clear()
+        self.names = {name: number for name, number in self.names.items() if name in self.host}
+        assert not self.host.returns and self.host.take() is None
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def a_block_is_forgotten(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.names)))
+        self.pool.drop(name)
+        self.host.forget([name])
+        assert name not in self.host and not self.host.has(name)
+        del self.names[name]
+
     @invariant()
     def accounts_balance(self) -> None:
         self.pool.check()
@@ -99,7 +121,17 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestTier.settings = settings(max_examples=70, stateful_step_count=50, deadline=None)
+
+
+class SlowTierMachine(TierMachine):
+    """A step copies one block back at most."""
+
+    returns_at_once = 1
+
+
+TestSlowTier = SlowTierMachine.TestCase
+TestSlowTier.settings = settings(max_examples=70, stateful_step_count=50, deadline=None)
 
 
 def filled(pool: BlockPool, count: int) -> list[int]:

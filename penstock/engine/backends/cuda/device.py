@@ -49,6 +49,7 @@ class TorchCudaBackend(Backend):
     offloads = True
     exchange_step_bytes = 64 << 20
     """About a millisecond on a stream of its own."""
+    restore_step_bytes: int | None = None
     adapters_by_output = False
     attends_varlen = True
 

@@ -44,6 +44,7 @@ class ReferenceBackend(Backend):
     offloads = False
     exchange_step_bytes = 8 << 20
     """A few milliseconds of copying, which the step waits for."""
+    restore_step_bytes: int | None = exchange_step_bytes
     adapters_by_output = False
     attends_varlen = False
 
