@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
+# Read when torch is loaded: oneDNN would otherwise wake a thread for each product of these tiny models, which takes
+# longer than the product. Engines set the number of their own threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import functools
 import gc
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +100,10 @@ gc.disable()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.freeze()
     gc.enable()
+    # torch has dozens of loggers that do not propagate: pytest attaches itself to each of them, six times a test.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
     def place(item: pytest.Item) -> int:
         return next((at for at, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG))

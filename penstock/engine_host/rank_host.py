@@ -2,7 +2,8 @@
 they say, and joins again when the engine is gone.
 
 The ranks are child processes like those that rank 0 starts on its own machine. They live as long as the connection:
-when it is lost they are killed, because the engine they belong to cannot go on without them.
+when it is lost they are killed, because the engine they belong to cannot go on without them. One that ends earlier is
+started again when rank 0 says so.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from penstock.protocol.ranks import (
     Join,
     Joined,
     Refused,
+    Restart,
     decode_struct,
     destination,
     pack,
@@ -156,6 +158,10 @@ class _Rank:
     process: RankProcess
     control: Port
     data: Port
+
+
+def _place(config: EngineConfig, rank: int) -> Place:
+    return Place(rank, config.tensor_parallel, config.pipeline_parallel, config.attention_parallel == "data")
 
 
 class _Session:
@@ -274,6 +280,8 @@ class _Session:
         if isinstance(message, Joined) and not self._ranks:
             self._deadline = None
             self._launch(message)
+        elif isinstance(message, Restart) and message.rank in self._ranks:
+            self._start_again(message)
         elif isinstance(message, Refused) and message.final:
             self._refused(message.reason)
         elif isinstance(message, Refused):
@@ -283,16 +291,33 @@ class _Session:
 
     def _launch(self, joined: Joined) -> None:
         config = self._offer.local(joined.config)
-        places = [Place(rank, config.tensor_parallel, config.pipeline_parallel) for rank in joined.ranks]
+        places = [_place(config, rank) for rank in joined.ranks]
         log.info("%s: joined as %s with %s", self._endpoint, self._offer.machine, ", ".join(map(str, places)))
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         for place in places:
-            ours, theirs = connection_pair()
-            process, connection = self._host._start(theirs)
-            control = self._switch.attach(connection, self._from_rank(place.rank), partial(self._watch, place.rank))
-            data = self._switch.attach(ours, self._route, lambda: None)
-            self._ranks[place.rank] = _Rank(process, control, data)
-            control.send(Setup(config, None, place, self._folder / "store").encode())
+            self._start_rank(Setup(config, None, place, self._folder))
+
+    def _start_rank(self, setup: Setup) -> None:
+        rank = setup.place.rank
+        ours, theirs = connection_pair()
+        process, connection = self._host._start(theirs)
+        control = self._switch.attach(connection, self._from_rank(rank), partial(self._watch, rank))
+        data = self._switch.attach(ours, self._route, lambda: None)
+        self._ranks[rank] = _Rank(process, control, data)
+        control.send(setup.encode())
+
+    def _start_again(self, message: Restart) -> None:
+        assert self._folder is not None
+        config = self._offer.local(message.config)
+        place, lost = _place(config, message.rank), self._ranks[message.rank]
+        log.info("%s: %s is started again", self._endpoint, place)
+        for port in (lost.control, lost.data):
+            self._switch.detach(port)
+        lost.process.kill()
+        lost.process.wait()
+        if lost.process.stdin is not None:
+            lost.process.stdin.close()
+        self._start_rank(Setup(config, None, place, self._folder, message.generation))
 
     def _from_rank(self, rank: int) -> Callable[[bytes], None]:
         return lambda message: self._put(pack(Frame.CONTROL, rank, message))
@@ -311,9 +336,11 @@ class _Session:
 
         def wait() -> None:
             code = process.wait()
-            self._switch.call(lambda: self._ended(rank, code or 0))
+            self._switch.call(lambda: self._ended(rank, process, code or 0))
 
         threading.Thread(target=wait, name=f"rank {rank}", daemon=True).start()
 
-    def _ended(self, rank: int, code: int) -> None:
+    def _ended(self, rank: int, process: RankProcess, code: int) -> None:
+        if self._ranks[rank].process is not process:
+            return  # another was started in its place
         self._put(pack_struct(Ended(rank, code, f"{self._offer.machine}: {describe_exit(code)}")))

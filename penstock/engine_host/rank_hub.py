@@ -4,6 +4,7 @@ A machine is admitted when its key is (CURVE), and it runs the same version with
 names it, and nobody has joined in its place. All else is refused with a sentence, there and in the log here. Messages
 between two other machines go through this one. A machine that closes its connection, or falls silent, is lost at once
 with all its ranks: rank 0 then reads the end of every connection to it, and the engine ends like with any lost rank.
+With `rank_restarts` a rank whose machine is still there is started again, and the others are told meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -23,8 +25,9 @@ from penstock.engine.config import LOCAL, EngineConfig
 from penstock.engine.loading.digest import CheckpointDigest, checkpoint_digest
 from penstock.engine.parallel.child import connection_pair
 from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.link import interruption
 from penstock.engine_host.switch import Port, Switch
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ReplicaLost
 from penstock.protocol.codec import ProtocolError
 from penstock.protocol.ranks import (
     BEAT_S,
@@ -36,6 +39,7 @@ from penstock.protocol.ranks import (
     Join,
     Joined,
     Refused,
+    Restart,
     decode_struct,
     destination,
     pack,
@@ -47,6 +51,8 @@ from penstock.protocol.transport import CurveServer, Listener, public_key
 log = logging.getLogger("penstock.engine")
 
 _EXIT_LOST = 1
+_LOOP_S = 10.0
+"""How long the loop may take for something small."""
 _REMIND_S = 60.0
 Progress = Callable[[str, float], None]
 
@@ -69,11 +75,13 @@ class FarRank:
     def __init__(self, connection: Connection, kill: Callable[[], None]) -> None:
         self.connection = connection
         self.ended = ""
+        self.replaceable = True
         self._kill = kill
         self._code: int | None = None
         self._gone = threading.Event()
 
-    def end(self, code: int, reason: str) -> None:
+    def end(self, code: int, reason: str, replaceable: bool) -> None:
+        self.replaceable = self.replaceable and replaceable
         if not self._gone.is_set():
             self._code, self.ended = code, reason
             self._gone.set()
@@ -125,10 +133,13 @@ class RankHub:
         self._board = _Board()
         self._ranks: dict[int, FarRank] = {}
         self._links: dict[int, Connection] = {}
+        self._given: set[int] = set()
+        """Ranks here that have got their links."""
         self._changed = threading.Condition()
         self._config: EngineConfig | None = None
         self._digests: tuple[CheckpointDigest, CheckpointDigest | None] | None = None
         self._beaten = 0.0
+        self._generation = 0
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -138,23 +149,77 @@ class RankHub:
         draft = None if config.draft_model is None else checkpoint_digest(config.draft_model)
         self._digests = checkpoint_digest(config.model), draft
         for rank in range(config.ranks):
-            ours, theirs = connection_pair()
             if config.machine(rank) == LOCAL:
-                self._links[rank] = ours
-                self._board.data[rank] = self._switch.attach(theirs, self._route, lambda: None)
+                self._attach_link(rank)
             else:
-                self._ranks[rank] = FarRank(ours, self._sender(Frame.KILL, rank))
-                on_message, on_end = self._forwarder(rank), self._sender(Frame.CLOSE, rank)
-                self._board.control[rank] = self._switch.attach(theirs, on_message, on_end)
+                self._attach_rank(rank)
         self._thread = threading.Thread(target=self._run, name="ranks on other machines", daemon=True)
         self._thread.start()
         self._await(sorted(set(config.machines) - {LOCAL}))
+
+    def _attach_link(self, rank: int) -> None:
+        ours, theirs = connection_pair()
+        self._links[rank] = ours
+        self._board.data[rank] = self._switch.attach(theirs, self._route, lambda: None)
+
+    def _attach_rank(self, rank: int) -> None:
+        ours, theirs = connection_pair()
+        self._ranks[rank] = FarRank(ours, self._sender(Frame.KILL, rank))
+        on_message, on_end = self._forwarder(rank), self._sender(Frame.CLOSE, rank)
+        self._board.control[rank] = self._switch.attach(theirs, on_message, on_end)
 
     def rank(self, rank: int) -> FarRank:
         return self._ranks[rank]
 
     def link(self, rank: int) -> Connection:
+        """See `Machines`."""
+
+        def renew() -> None:
+            self._switch.detach(self._board.data[rank])
+            self._attach_link(rank)
+
+        if rank in self._given:
+            self._in_loop(renew)
+        self._given.add(rank)
         return self._links[rank]
+
+    def interrupt(self, generation: int) -> None:
+        """See `Machines`."""
+        self._switch.call(lambda: self._interrupt(generation))
+
+    def begin(self, generation: int) -> None:
+        """See `Machines`."""
+
+        def set_generation() -> None:
+            self._generation = generation
+
+        self._in_loop(set_generation)
+
+    def restart(self, rank: int, config: EngineConfig, generation: int) -> FarRank:
+        """See `Machines`."""
+
+        def begin() -> None:
+            self._attach_rank(rank)
+            if self._machine(rank) is None:
+                self._ended(rank, _EXIT_LOST, "its machine is lost", replaceable=False)
+            self._tell(rank, pack_struct(Restart(rank, config, generation)))
+
+        self._in_loop(begin)
+        return self._ranks[rank]
+
+    def _in_loop(self, act: Callable[[], None]) -> None:
+        """Have the loop do something, and wait for it."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            act()
+            done.set_result(None)
+
+        self._switch.call(run)
+        try:
+            done.result(_LOOP_S)
+        except TimeoutError:
+            raise ReplicaLost("the connections to other machines are closed") from None
 
     def close(self) -> None:
         """Idempotent."""
@@ -261,7 +326,7 @@ class RankHub:
         elif sender is not None and isinstance(message, Bye):
             self._lost(sender, message.reason)
         elif sender is not None and isinstance(message, Ended) and message.rank in sender.ranks:
-            self._ended(message.rank, message.code, message.reason)
+            self._ended(message.rank, message.code, message.reason, replaceable=True)
 
     def _problem(self, join: Join) -> Refused | None:
         assert self._config is not None and self._digests is not None
@@ -341,14 +406,25 @@ class RankHub:
             return
         log.warning("%s is lost: %s", machine.name, reason)
         for rank in machine.ranks:
-            self._ended(rank, _EXIT_LOST, f"{machine.name}: {reason}")
+            self._ended(rank, _EXIT_LOST, f"{machine.name}: {reason}", replaceable=False)
 
-    def _ended(self, rank: int, code: int, reason: str) -> None:
-        """Whoever waits for this rank is woken by the end of its connection."""
-        self._ranks[rank].end(code, reason)
+    def _ended(self, rank: int, code: int, reason: str, *, replaceable: bool) -> None:
+        """Whoever waits for this rank is woken: by the end of its connection, or where others outlive it by a
+        message."""
+        assert self._config is not None
+        replaceable = replaceable and self._config.rank_restarts > 0
+        self._ranks[rank].end(code, reason, replaceable)
         self._switch.detach(self._board.control[rank])
+        if replaceable:
+            self._interrupt(self._generation)
+            return
         for port in self._board.data.values():
             self._switch.detach(port)
+
+    def _interrupt(self, generation: int) -> None:
+        assert self._config is not None
+        for rank in range(self._config.ranks):
+            self._route(interruption(rank, generation))
 
 
 def _listed(places: list[Place]) -> str:

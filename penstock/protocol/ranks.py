@@ -10,6 +10,7 @@ and engines use:
     control, data    ◄─────────────────►            what the ranks say to each other, opaque here
                      ◄──────────────────  close, kill      a rank is to leave
     Ended            ──────────────────►            a rank has left
+                     ◄──────────────────  Restart   one that has left is to be started again
     Bye              ◄─────────────────►            the sender leaves; everything between the two is over
 
 A message has two frames, a head (`Frame` and a rank) and its content. Nothing in it is code: structs are MessagePack
@@ -28,7 +29,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.loading.digest import CheckpointDigest
 from penstock.protocol.codec import ProtocolError
 
-RANK_PROTOCOL = 1
+RANK_PROTOCOL = 2
 BEAT_S = 0.25
 """How often rank 0 sends something to each machine: by failing, it learns that a connection is closed."""
 SILENCE_S = 5.0
@@ -86,13 +87,21 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     reason: str
 
 
+class Restart(msgspec.Struct, frozen=True, tag="restart"):
+    """Start a rank again that has ended, to meet the others as the `generation` that this makes of them."""
+
+    rank: int
+    config: EngineConfig
+    generation: int
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """The sender leaves on purpose."""
 
     reason: str
 
 
-RankMessage: TypeAlias = Join | Joined | Refused | Ended | Bye
+RankMessage: TypeAlias = Join | Joined | Refused | Ended | Restart | Bye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)

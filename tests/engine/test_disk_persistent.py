@@ -5,87 +5,31 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from penstock.cli.kv import app as kv_commands
-from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
-from penstock.engine.kv import block_file, block_index
-from penstock.engine.kv.block_hash import owner_tag
-from penstock.engine.kv.kept_folder import erase
-from penstock.engine.request import Request
+from penstock.engine.kv import block_file
 from penstock.engine.sleep.sleep import EngineSleep
-from penstock.engine.startup import part
-from penstock.errors import ConfigError
-from tests.engine.adapters.files import write_adapter
-from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.persistent import BLOCK, answers, converse, files, kill, settle, start, text, wait, write_model
 from tests.engine.tiny import write_checkpoint
-
-BLOCK = 12288
-"""Bytes of a block of the model below."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama"), spread=0.5)
+    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[int]]:
-    """Of four conversations."""
-    engine = make_engine(folder)
-    return generate(engine, *(greedy(f"{number}", text(number), 5) for number in range(4)))
-
-
-def text(number: int, length: int = 100) -> list[int]:
-    return [(number * 31 + 7 * i * i + 3 * i) % 199 for i in range(length)]
-
-
-def start(folder: Path, disk: Path, **settings: Any) -> Engine:
-    tiers = {"host_memory": 16 * BLOCK, "disk_memory": 60 * BLOCK, "disk_path": str(disk), "disk_persistent": True}
-    return make_engine(folder, **{"num_blocks": 40, "max_model_len": 256} | tiers | settings)
-
-
-def converse(engine: Engine, expected: dict[str, list[int]], salt: str = "", numbers: range = range(4)) -> list[int]:
-    """Have conversations, the tokens of which are checked; how many tokens each took from the cache."""
-    cached = []
-    for number in numbers:
-        request = greedy(f"{number}", text(number), 5)
-        engine.submit(Request(request.request_id, request.prompt, request.params, cache_salt=salt))
-        deltas = drain(engine)
-        assert collect(deltas)[f"{number}"] == expected[f"{number}"]
-        cached.append(deltas[0].cached_tokens)
-    assert_idle(engine)
-    return cached
-
-
-def kill(engine: Engine) -> None:
-    """End an engine as a signal would: nothing is saved, its files and its lock are closed."""
-    persistence = engine.persistence
-    assert persistence is not None
-    engine.persistence = None
-    engine.close()
-    persistence.close()
-
-
-def settle(engine: Engine) -> None:
-    """What an engine without work does all the time."""
-    while engine.settle():
-        pass
-
-
-def files(disk: Path, name: str) -> list[Path]:
-    return sorted(disk.glob(f"kv-cache/*/*/{name}"))
+    return answers(folder)
 
 
 def test_conversations_outlive_the_engine(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
@@ -124,55 +68,6 @@ def test_little_is_lost_when_it_is_killed(folder: Path, tmp_path: Path, expected
     engine = start(folder, tmp_path)
     assert converse(engine, expected) == [96] * 4
     engine.close()
-
-
-def test_tenants_find_only_their_own(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    engine = start(folder, tmp_path)
-    assert converse(engine, expected, "one") == [0] * 4
-    engine.close()
-    engine = start(folder, tmp_path)
-    assert converse(engine, expected, "two", range(2)) == [0] * 2
-    assert converse(engine, expected, "one") == [96] * 4
-    engine.close()
-
-
-def test_damage_is_noticed(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = start(folder, tmp_path)
-    converse(engine, expected)
-    engine.close()
-    (data,), (index,) = files(tmp_path, "rank0.blocks"), files(tmp_path, "rank0.blocks.index")
-    whole, records = data.read_bytes(), index.read_bytes()
-
-    def again(**settings: Any) -> tuple[int, list[int]]:
-        engine = start(folder, tmp_path, **settings)
-        cached = converse(engine, expected)
-        kill(engine)
-        data.write_bytes(whole)
-        index.write_bytes(records)
-        return engine.load_snapshot().disk_restored_blocks, cached
-
-    data.write_bytes(bytes(len(whole)))
-    assert again() == (24, [0] * 4), "zeros"
-    data.write_bytes(whole[BLOCK:] + whole[:BLOCK])
-    assert again() == (24, [0] * 4), "blocks at other places"
-    data.write_bytes(whole[: BLOCK // 2])
-    assert again() == (24, [0] * 4), "cut"
-    data.write_bytes(bytes(byte ^ (at % BLOCK == 5000) for at, byte in enumerate(whole)))
-    assert again() == (24, [0] * 4), "a bit of each"
-    index.write_bytes(records[: 4096 + 64 * 12 + 30])
-    restored, cached = again()
-    assert restored <= 12 and sum(cached) <= 16 * 12, "a record is cut"
-    index.write_bytes(records[:4096] + records[4096 + 64 :] + records[4096 : 4096 + 64])
-    assert again() == (0, [0] * 4), "records at other places"
-    caplog.clear()
-    index.write_bytes(records[:20] + b"?" + records[21:])
-    assert again() == (0, [0] * 4)
-    assert "its index is damaged" in caplog.text
-    index.unlink()
-    assert again() == (0, [0] * 4)
-    assert again() == (24, [96] * 4), "and without any"
 
 
 @pytest.mark.parametrize(
@@ -245,125 +140,6 @@ def test_two_engines_have_a_slot_each(folder: Path, tmp_path: Path, expected: di
     engine.close()
 
 
-def test_after_a_failed_step_the_rest_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    engine = start(folder, tmp_path)
-    converse(engine, expected)
-    settle(engine)
-    launch = engine.runner.executor.run
-
-    def failing(*args: Any) -> Any:
-        engine.runner.executor.run = launch  # type: ignore[method-assign]
-        raise RuntimeError("broken")
-
-    engine.runner.executor.run = failing  # type: ignore[method-assign, assignment]
-    generate(engine, greedy("x", text(9), 3))
-    assert converse(engine, expected) == [96] * 4
-    kill(engine)
-    engine = start(folder, tmp_path)
-    assert engine.load_snapshot().disk_restored_blocks == 4 * 6
-    engine.close()
-
-
-def test_what_an_owner_left_can_be_erased(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    engine = start(folder, tmp_path, num_blocks=100, host_memory=40 * BLOCK)
-    salts = ("acme", "acme\0divided", "other")
-    for number, salt in enumerate(salts):
-        converse(engine, expected, salt, range(number, number + 1))
-    settle(engine)
-    disk = engine.scheduler.allocator.pool.host.disk  # type: ignore[union-attr]
-    assert disk is not None
-    (file,) = files(tmp_path, "rank0.blocks")
-    acme = [disk._places[name] for name in disk.names if name.startswith(owner_tag("acme"))]
-    content = [at_place(file, place) for place in acme]
-    assert len(acme) == 12 and all(map(any, content))
-    erasure = engine.erase("acme")
-    assert erasure.blocks == 12
-    wait(erasure.advance)
-    assert erasure.failed == 0 and not any(any(at_place(file, place)) for place in acme)
-    assert [converse(engine, expected, salts[at], range(at, at + 1)) for at in (2, 0)] == [[96], [0]]
-    again = engine.erase("acme")
-    assert again.blocks == 6
-    wait(again.advance)
-    assert engine.erase("nobody").advance()
-    kill(engine)
-    engine = start(folder, tmp_path)
-    assert [converse(engine, expected, salt, range(at, at + 1)) for at, salt in enumerate(salts)] == [[0], [0], [96]]
-    engine.close()
-
-
-def test_callers_without_a_key_are_erased_with_the_default_tenant(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
-) -> None:
-    engine = start(folder, tmp_path)
-    for number, salt in enumerate(("default", "", "acme")):
-        converse(engine, expected, salt, range(number, number + 1))
-    settle(engine)
-    engine.close()
-    said = CliRunner().invoke(kv_commands, ["erase", "--tenant", "default", "--files", str(tmp_path)])
-    assert said.output == "12 blocks erased\n", said.output
-    assert erase(tmp_path, "acme").blocks == 6
-
-
-def test_an_owner_can_be_erased_in_files_that_no_engine_uses(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
-) -> None:
-    engine = start(folder, tmp_path)
-    for number, salt in enumerate(("acme", "other")):
-        converse(engine, expected, salt, range(number, number + 1))
-    settle(engine)
-    (file,) = files(tmp_path, "rank0.blocks")
-    assert erase(tmp_path, "acme").busy == [file.parent], "its engine must be told"
-    before = file.read_bytes()
-    engine.close()
-    found = erase(tmp_path, "acme")
-    assert (found.blocks, found.busy) == (6, []) and erase(tmp_path, "acme").blocks == 0
-    after = file.read_bytes()
-    gone = [at for at in range(0, len(after), BLOCK) if after[at : at + BLOCK] != before[at : at + BLOCK]]
-    assert len(gone) == 6 and not any(any(after[at : at + BLOCK]) for at in gone)
-    engine = start(folder, tmp_path)
-    assert converse(engine, expected, "acme", range(1)) + converse(engine, expected, "other", range(1, 2)) == [0, 96]
-    engine.close()
-    with pytest.raises(FileNotFoundError, match="kv-cache"):
-        erase(tmp_path / "nowhere", "acme")
-
-
-@pytest.mark.parametrize("reopened", [True, False])
-def test_blocks_of_a_release_without_owners_are_not_kept(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, reopened: bool
-) -> None:
-    """Their names do not say whose they are, so they could never be erased."""
-    with monkeypatch.context() as before:
-        before.setattr(block_index, "_MAGIC", b"penstock kv 1\n\0\0")
-        engine = start(folder, tmp_path)
-        converse(engine, expected, "acme", range(1))
-        engine.close()
-    (file,) = files(tmp_path, "rank0.blocks")
-    assert any(file.read_bytes())
-    if reopened:
-        engine = start(folder, tmp_path)
-        assert not any(file.read_bytes()) and file.stat().st_size
-        assert converse(engine, expected, "acme", range(1)) == [0]
-        engine.close()
-    else:
-        assert erase(tmp_path, "other").blocks == 6 and not file.read_bytes() and erase(tmp_path, "acme").blocks == 0
-    engine = start(folder, tmp_path)
-    assert converse(engine, expected, "acme", range(1)) == [96 if reopened else 0]
-    engine.close()
-
-
-def at_place(file: Path, place: int) -> bytes:
-    with file.open("rb") as handle:
-        handle.seek(place * BLOCK)
-        return handle.read(BLOCK)
-
-
-def wait(over: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not over():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_blocks_and_index_are_synced(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,17 +157,6 @@ def test_blocks_and_index_are_synced(
     engine.close()
 
 
-def test_when_the_device_fails_nothing_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    engine = start(folder, tmp_path)
-    converse(engine, expected)
-    settle(engine)
-    engine.scheduler.allocator.pool.forget_all()
-    kill(engine)
-    engine = start(folder, tmp_path)
-    assert engine.load_snapshot().disk_restored_blocks == 0
-    engine.close()
-
-
 def test_what_is_unused_for_long_is_deleted(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
     engine = start(folder, tmp_path, name="gone")
     converse(engine, expected)
@@ -406,20 +171,6 @@ def test_what_is_unused_for_long_is_deleted(folder: Path, tmp_path: Path, expect
         os.utime(file, (1, 1))
     start(folder, tmp_path, name="other").close()
     assert not lock.exists() and len(list(tmp_path.glob("kv-cache/*/"))) == 1
-
-
-def test_without_a_usable_folder_it_goes_on(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    for wrong in ({"disk_path": "/proc/nowhere"}, {"disk_memory": 1 << 60}):
-        caplog.clear()
-        engine = start(folder, tmp_path, **wrong)
-        assert converse(engine, expected) == [0] * 4 and engine.load_snapshot().total_disk_blocks == 0
-        assert "goes on without blocks on disk" in caplog.text
-        engine.close()
-    assert sum(file.stat().st_size for file in files(tmp_path, "rank0.blocks")) == 0
-    with pytest.raises(ConfigError, match="disk_persistent keeps what is in disk_memory"):
-        start(folder, tmp_path, disk_memory=0)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
@@ -513,49 +264,6 @@ def test_an_engine_that_slept_has_its_conversations(
     engine.close()
 
 
-@pytest.mark.slow
-def test_adapters_find_only_their_own(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
-    adapter = AdapterSpec("a", str(write_adapter(tmp_path / "adapter", folder)))
-
-    def ask(engine: Engine, name: str) -> tuple[list[int], int]:
-        request = greedy("0", text(0), 5)
-        engine.submit(Request("0", request.prompt, request.params, adapter=name))
-        deltas = drain(engine)
-        return collect(deltas)["0"], next(delta.cached_tokens for delta in deltas if delta.tokens)
-
-    engine = start(folder, tmp_path / "disk", adapters=(adapter,))
-    said, cached = ask(engine, "a")
-    assert not cached
-    engine.close()
-    engine = start(folder, tmp_path / "disk", adapters=(adapter,))
-    assert ask(engine, "") == (expected["0"], 0)
-    assert ask(engine, "a") == (said, 96)
-    engine.close()
-
-
-def test_a_disk_that_fails_later_is_reported_once(
-    folder: Path,
-    tmp_path: Path,
-    expected: dict[str, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    engine = start(folder, tmp_path)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", full)
-        assert converse(engine, expected) == [0] * 4
-        settle(engine)
-    assert engine.load_snapshot().disk_failures > 0 and engine.load_snapshot().disk_blocks == 0
-    assert caplog.text.count("No space left on device") == 1
-    engine.close()
-    engine = start(folder, tmp_path)
-    assert engine.load_snapshot().disk_restored_blocks == 0
-    engine.close()
-
-
 def test_what_is_being_written_at_sleep_is_not_lost(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,48 +290,6 @@ def test_what_is_being_written_at_sleep_is_not_lost(
     kill(engine)
     engine = start(folder, tmp_path)
     assert converse(engine, expected, numbers=range(3)) == [96] * 3
-    engine.close()
-
-
-def test_an_engine_that_could_not_start_leaves_no_lock(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, tmp_path)
-    converse(engine, expected)
-    engine.close()
-
-    def fail(*args: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as broken:
-        broken.setattr("penstock.engine.startup.engine._warm_up", fail)
-        with pytest.raises(MemoryError):
-            start(folder, tmp_path)
-    engine = start(folder, tmp_path)
-    assert converse(engine, expected) == [96] * 4, "in the same slot"
-    monkeypatch.setattr(engine, "save", fail)  # a rank is lost, say
-    engine.close()
-    engine = start(folder, tmp_path)
-    assert converse(engine, expected) == [96] * 4
-    engine.close()
-
-
-def test_weights_that_change_while_they_are_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    copy = shutil.copytree(folder, tmp_path / "model")
-    (weights,) = copy.glob("*.safetensors")
-    read = part.load_part
-
-    def replaced(*args: Any, **settings: Any) -> part.Part:
-        found = read(*args, **settings)
-        os.utime(weights, ns=(1, 1))
-        return found
-
-    monkeypatch.setattr("penstock.engine.startup.engine.load_part", replaced)
-    engine = start(copy, tmp_path / "disk")
-    assert "the checkpoint changed while it was read" in caplog.text
-    assert engine.load_snapshot().total_disk_blocks == 0 and engine.persistence is None
     engine.close()
 
 

@@ -14,7 +14,7 @@ from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import connected, eventually, serving
-from tests.engine_host.test_handover import World, source, text
+from tests.engine_host.handover import World, source, text
 
 pytestmark = pytest.mark.slow
 

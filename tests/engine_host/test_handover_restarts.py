@@ -19,7 +19,7 @@ from tests.engine.parallel.lost_rank import lose
 from tests.engine.parallel.threads import _spawn, threaded_engine
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import connected, eventually, serving
-from tests.engine_host.test_handover import World, source, text
+from tests.engine_host.handover import World, source, text
 
 pytestmark = pytest.mark.slow
 RESTARTS: dict[str, Any] = {"rank_restarts": 3, "watchdog_s": 30, "kv_dtype": "full"}

@@ -45,15 +45,15 @@ def cut_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) -> 
     # In the order of the first layer, so that the layout does not depend on hashing.
     common = [(name, shape) for name, shape in layers[0].items() if (name, shape) in everywhere]
     sites = tuple(Site(name, (name,), (outputs,), inputs) for name, (inputs, outputs) in common)
-    inputs, outputs = [(0, site.inputs) for site in sites], [(0, site.sizes[0]) for site in sites]
+    inputs = [(0, site.inputs) for site in sites]
+    outputs: list[Rows] = [(0, site.sizes[0]) for site in sites]
     cuts = decoder.cuts
     if cuts is not None:
-        sides = {linear.module: cuts.sides.get(linear.name) for linear in decoder.linears if linear.layer is not None}
+        names = {linear.module: linear.name for linear in decoder.linears if linear.layer is not None}
         for index, site in enumerate(sites):
-            if sides[site.attribute] == "inputs":
-                inputs[index] = cuts.shard.span(site.inputs)
-            elif sides[site.attribute] == "outputs":
-                outputs[index] = cuts.shard.span(site.sizes[0])
+            name = names[site.attribute]
+            inputs[index] = cuts.columns.get(name, inputs[index])
+            outputs[index] = cuts.rows.get(name, outputs[index])
     return AdapterCut(
         AdapterLayout(sites, model.num_layers, by_output),
         (0, model.num_layers) if stage is None else stage.junction.span,
@@ -71,6 +71,8 @@ def _shapes(decoder: TransformersDecoder) -> dict[int, Shapes]:
 
 
 def _size(span: Rows) -> int:
+    if isinstance(span[0], tuple):
+        return sum(_size(each) for each in span if isinstance(each, tuple))
     begin, end = span
     assert isinstance(begin, int) and isinstance(end, int)
     return end - begin

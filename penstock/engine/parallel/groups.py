@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,9 @@ from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.link_group import LinkGroup
 
 
 class Transfer(Protocol):
@@ -158,10 +159,12 @@ class Groups:
         self._backend = backend
         self._rendezvous = rendezvous
         here = len(rendezvous.beside(place.rank))
-        self._store = dist.FileStore(str(rendezvous.store), here)  # type: ignore[attr-defined]
+        self._store = dist.FileStore(str(rendezvous.meeting_place(rendezvous.generation)), here)  # type: ignore[attr-defined]
         self._deadline = timedelta(seconds=rendezvous.timeout_s)
         self._made: list[tuple[str, Group]] = []
         """Those between processes of this machine, with what they are known by."""
+        self._linked: list[LinkGroup] = []
+        """Those between machines."""
         shards = range(place.stage * place.tensor, (place.stage + 1) * place.tensor)
         stages = range(place.shard, place.world, place.tensor)
         self.tensor = self._group(f"tensor/{place.stage}", shards)
@@ -191,7 +194,8 @@ class Groups:
             from penstock.engine.parallel.link_group import LinkGroup
 
             assert self._rendezvous.link is not None, "ranks on several machines have a link"
-            return LinkGroup(self._rendezvous.link, members, zlib.crc32(name.encode()) >> 1, self._rendezvous.timeout_s)
+            self._linked.append(LinkGroup(self._rendezvous.link, members, name, self._rendezvous.timeout_s))
+            return self._linked[-1]
         backend = self._backend
         rank, size = members.index(self.place.rank), len(members)
 
@@ -210,16 +214,22 @@ class Groups:
 
     def drop(self) -> None:
         """Leave all groups: whoever waits for this rank in one of them is told at once, if no transfer that was begun
-        still holds it."""
+        still holds it. Those on other machines are told otherwise (`Link`)."""
         for _, group in self._made:
             group.leave()
         gc.collect()  # of what failed, frames that hold such transfers
 
-    def renew(self, store: Path) -> None:
+    def renew(self, generation: int) -> None:
         """Meet again, as the same members, at another place. All ranks call it together; only where they have no
         memory in common (`peers`)."""
         self.drop()
+        link, old = self._rendezvous.link, [group.number for group in self._linked]
+        for linked in self._linked:
+            linked.renew(generation)
+        if link is not None:
+            link.renew(generation, old)
         here = len(self._rendezvous.beside(self.place.rank))
+        store = self._rendezvous.meeting_place(generation)
         self._store = dist.FileStore(str(store), here)  # type: ignore[attr-defined]
         for name, group in self._made:
             apart = dist.PrefixStore(f"torch/{name}", self._store)  # type: ignore[attr-defined]

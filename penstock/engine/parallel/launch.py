@@ -67,7 +67,6 @@ class Ranks(Member):
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         place = Place(0, config.tensor_parallel, config.pipeline_parallel, config.attention_parallel == "data")
         self._machines = machines if config.spans_machines else None
-        store = self._folder / "store"
         self._ranks: list[_Rank] = []
         self._lost: str | None = None
         self._closing = False
@@ -98,12 +97,12 @@ class Ranks(Member):
                 self._gather_machines(config, checkpoint)
             self._config = config
             link = None if self._machines is None else Link(self._machines.link(0), 0)
-            super().__init__(place, Rendezvous.of(config, store, link))
+            super().__init__(place, Rendezvous.of(config, self._folder, link))
             for rank in range(1, place.world):
                 self._ranks.append(self._start(config, replace(place, rank=rank)))
             for other in self._ranks:
                 if other.remote is None:  # those are told by the process that starts them
-                    other.connection.send_bytes(Setup(config, checkpoint, other.place, store).encode())
+                    other.connection.send_bytes(Setup(config, checkpoint, other.place, self._folder).encode())
         except BaseException:
             self.close(grace_s=0.0)
             raise
@@ -220,10 +219,14 @@ class Ranks(Member):
 
         def wait(other: _Rank) -> None:
             other.process.wait()
-            if self._closing or other.replaced:
-                return
-            if self._restarts_left:
-                self.died = True
+            with self._sends:
+                if self._closing or other.replaced:
+                    return
+                generation, restarts = self.generation, self._restarts_left > 0 and _replaceable(other)
+                self.died = self.died or restarts
+            if restarts:
+                if self._machines is not None:
+                    self._machines.interrupt(generation)
                 return
             on_lost(self.why_lost() or f"{other.place} is gone")
             if exit_after_s is not None:
@@ -240,7 +243,7 @@ class Ranks(Member):
     @property
     def restartable(self) -> bool:
         """Whether a rank is gone, and may be started again."""
-        return self._restarts_left > 0 and self.why_lost() is not None
+        return self._restarts_left > 0 and self.why_lost() is not None and all(map(_replaceable, self._ranks))
 
     def await_restart(self, generation: int) -> bool:
         """After a call has failed: wait until all ranks are there again, as a later generation than the one in which
@@ -262,27 +265,29 @@ class Ranks(Member):
         with self._sends:
             self._restarting = True
             self._restarts_left -= 1
-        store = self._folder / f"store-{self._restarts_left}"
+            gone = [other for other in self._ranks if other.process.poll() is not None]
+            for other in gone:
+                other.replaced = True
+        generation = self.generation + 1
+        if self._machines is not None:
+            self._machines.interrupt(self.generation)
+            self._machines.begin(generation)
         # As many KV blocks as before, whatever is free now.
         config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
         fresh: list[_Rank] = []
-        for index, other in enumerate(self._ranks):
-            if other.process.poll() is not None:
-                other.replaced = True
-                _hang_up(other)
-                # Here and not in the thread below: a child leaves with the thread that started it.
-                self._ranks[index] = new = self._start(config, other.place)
-                new.connection.send_bytes(Setup(config, self._checkpoint, new.place, store).encode())
-                fresh.append(new)
+        for other in gone:
+            _hang_up(other)
+            # Here and not in the thread below: a child leaves with the thread that started it.
+            self._ranks[other.place.rank - 1] = new = self._start_again(config, other, generation)
+            fresh.append(new)
         for forget in self.when_lost:
             forget()
 
         def work() -> None:
             try:
-                self._restart(fresh, store)
+                self._restart(fresh, generation)
                 with self._restarted:
-                    self._restarting = False
-                    self.generation += 1
+                    self._restarting, self.generation = False, generation
                     self._restarted.notify_all()
             except Exception as error:
                 with self._restarted:
@@ -295,15 +300,24 @@ class Ranks(Member):
         threading.Thread(target=work, name="restart of a rank", daemon=True).start()
         return done
 
-    def _restart(self, fresh: list[_Rank], store: Path) -> None:
+    def _start_again(self, config: EngineConfig, lost: _Rank, generation: int) -> _Rank:
+        if lost.remote is not None:
+            assert self._machines is not None
+            remote = self._machines.restart(lost.place.rank, config, generation)
+            return _Rank(lost.place, remote, remote.connection, remote)
+        new = self._start(config, lost.place)
+        new.connection.send_bytes(Setup(config, self._checkpoint, new.place, self._folder, generation).encode())
+        return new
+
+    def _restart(self, fresh: list[_Rank], generation: int) -> None:
         self.groups.drop()  # those that wait for this one notice
         for new in fresh:
             self._hear(new)  # it is up
         number = next(self._calls)
-        message = Call(number, "regroup", (str(store),)).encode()
+        message = Call(number, "regroup", (generation,)).encode()
         with self._sends:
             answers = [self._ask(other, number, message) for other in self._ranks if other not in fresh]
-        self.groups.renew(store)
+        self.groups.renew(generation)
         for answer in answers:
             answer.result()
         for new in fresh:
@@ -314,7 +328,7 @@ class Ranks(Member):
                 plain.send(new.connection, agreed)
             if self._begin_watch is not None:
                 self._begin_watch(new)
-        self._lost, self.died = None, False
+        self._lost, self.died = None, any(other.process.poll() is not None for other in self._ranks)
 
     def close(self, grace_s: float = _LEAVE_S) -> None:
         """Stop every rank; those that have not exited after `grace_s` are killed."""
@@ -390,6 +404,11 @@ def _spawn(place: Place, link: Connection | None = None) -> _Rank:
     return _Rank(place, *start_rank(link))
 
 
+def _replaceable(rank: _Rank) -> bool:
+    """Whether it is there, or its machine is."""
+    return rank.remote is None or rank.process.poll() is None or rank.remote.replaceable
+
+
 def _hang_up(rank: _Rank) -> None:
     """Close a rank's connection for good: closing alone would leave it open while a thread waits for a message from it.
     That thread ends first, or it would go on with a file that is closed, or is another one by then."""
@@ -417,6 +436,8 @@ def _blame(rank: _Rank, report: Report) -> PenstockError:
 
 def _next_report(rank: _Rank) -> Report | None:
     """What a rank that has no reader has said and nobody has heard."""
+    if rank.reader is not None:
+        return None
     with suppress(EOFError, OSError):
         while rank.connection.poll():
             report = plain.receive(rank.connection)

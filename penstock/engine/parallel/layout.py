@@ -69,7 +69,8 @@ def place_experts(model: ModelConfig, shards: int, copies: int) -> ModelConfig:
 
 def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = False) -> None:
     """Raise `ConfigError` when the model cannot be split like that."""
-    if not data and not splits(model, tensor):
+    # What the library runs is divided as far as that goes (`models.transformers.shards`).
+    if not data and not model.by_transformers and not splits(model, tensor):
         possible = [size for size in range(1, model.num_heads + 1) if splits(model, size)]
         raise ConfigError(
             f"tensor_parallel: {tensor} cannot split {model.num_heads} heads over {model.num_kv_heads} KV heads and a "
@@ -82,7 +83,7 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
 def splits(model: ModelConfig, tensor: int) -> bool:
     """Whether each of `tensor` shards can have an equal part of every layer."""
     # With more shards than KV heads each shard has one, and several shards have the same.
-    kv_fits = model.num_kv_heads % tensor == 0 or (tensor % model.num_kv_heads == 0 and not model.by_transformers)
+    kv_fits = model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
     widths = [model.ffn_size]
     if model.moe is not None:
         cut = [] if model.moe.placement else [model.moe.ffn_size]

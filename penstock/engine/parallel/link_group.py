@@ -6,6 +6,7 @@ slow; what is meant to cross a network is a pipeline, which only sends and recei
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,13 +21,23 @@ from penstock.engine.parallel.plain import tensor_bytes
 class LinkGroup(Group):
     """Collectives over a link."""
 
-    def __init__(self, link: Link, members: Sequence[int], number: int, timeout_s: float) -> None:
+    def __init__(self, link: Link, members: Sequence[int], name: str, timeout_s: float) -> None:
         self._link = link
         self._members = members
-        self._number = number
+        self._name = name
+        self.number = self._numbered(link.generation)
         self._timeout_s = timeout_s
         self._posted: dict[int, deque[_Receive]] = {}
         super().__init__(None, members.index(link.rank), len(members), in_order=True)
+
+    def _numbered(self, generation: int) -> int:
+        """What messages of the group are known by: none of an earlier generation may be taken for one of a later."""
+        return zlib.crc32(f"{self._name}/{generation}".encode()) >> 1
+
+    def renew(self, generation: int) -> None:
+        """The members meet again; nothing that was under way arrives."""
+        self.number = self._numbered(generation)
+        self._posted.clear()
 
     @property
     def needs_host(self) -> bool:
@@ -78,7 +89,7 @@ class LinkGroup(Group):
 
     def begin_send(self, x: Tensor, to: int) -> Transfer:
         """See `Group.begin_send`. The tensor is on its way when this returns."""
-        self._link.send(self._members[to], self._number, tensor_bytes(x))
+        self._link.send(self._members[to], self.number, tensor_bytes(x))
         return _SENT
 
     def begin_receive(self, x: Tensor, source: int) -> Transfer:
@@ -103,7 +114,7 @@ class LinkGroup(Group):
         return x
 
     def _fill(self, x: Tensor, source: int) -> None:
-        data = self._link.receive(self._members[source], self._number, self._timeout_s)
+        data = self._link.receive(self._members[source], self.number, self._timeout_s)
         if len(data) != x.nbytes:
             raise ConnectionError(f"rank {self._members[source]} sent {len(data)} bytes instead of {x.nbytes}")
         if data:

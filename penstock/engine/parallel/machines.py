@@ -39,6 +39,11 @@ class RemoteRank(RankProcess, Protocol):
         """Why, once it has."""
         ...
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether its machine is still there, so that another can be started."""
+        ...
+
 
 class Machines(Protocol):
     """The other machines of one engine."""
@@ -52,7 +57,19 @@ class Machines(Protocol):
         ...
 
     def link(self, rank: int) -> Connection:
-        """For the tensors of a rank on this machine; see `Link`."""
+        """For the tensors of a rank on this machine; see `Link`. Each time another, in place of the one before."""
+        ...
+
+    def interrupt(self, generation: int) -> None:
+        """A rank of a generation is gone: tell all others, which may wait for it; see `Link`. From any thread."""
+        ...
+
+    def begin(self, generation: int) -> None:
+        """Ranks are started again: those of other machines that are lost from now on are of this generation."""
+        ...
+
+    def restart(self, rank: int, config: EngineConfig, generation: int) -> RemoteRank:
+        """Start a rank of another machine again."""
         ...
 
     def close(self) -> None: ...

@@ -33,6 +33,7 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.dispatch import ExchangedExperts
 from penstock.engine.parallel.groups import Group, Groups
+from penstock.engine.parallel.kept_sums import KeptSums
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summed, summing
 from penstock.engine.parallel.rendezvous import Rendezvous
@@ -79,11 +80,15 @@ class Member(ABC):
     @property
     def calibration(self) -> Path | None:
         """Where this rank keeps what its calibration found; None where nobody will ask. See `calibrate`."""
+        return self._kept("calibration")
+
+    def _kept(self, what: str) -> Path | None:
+        """A file that outlives this rank, where it is started again when it is lost."""
         if not self.rendezvous.keeps or self.place.rank == 0:
             return None
-        return self.rendezvous.store.with_name(f"{self._calibrated}-{self.place.rank}.safetensors")
+        return self.rendezvous.folder / f"{self._holds}-{what}-{self.place.rank}.safetensors"
 
-    _calibrated = "model"
+    _holds = "model"
 
     def check(self, model: ModelConfig) -> None:
         """Raise `ConfigError` when the model cannot be split over these ranks."""
@@ -124,6 +129,11 @@ class Member(ABC):
             fused_up_to=0,
         )
 
+    def loading_sums(self) -> KeptSums | None:
+        """`summed` while a rank loads, where it is started again when it is lost."""
+        file = self._kept("sums")
+        return None if file is None else KeptSums(self.summed, file)
+
     def summed(self, x: Tensor) -> Tensor:
         """The sum of every shard's `x`, in place. ReplicaLost where one of them is gone."""
         group = self.groups.tensor
@@ -158,7 +168,7 @@ class Member(ABC):
 class DraftMember(Member):
     """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
 
-    _calibrated = "draft"
+    _holds = "draft"
 
     def __init__(self, whole: Member, shards: int) -> None:
         super().__init__(Place(whole.place.rank, shards, 1), whole.rendezvous)

@@ -63,8 +63,8 @@ class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
     def __init__(self, setup: Setup, connection: Connection, link: Connection | None) -> None:
-        linked = None if link is None else Link(link, setup.place.rank)
-        super().__init__(setup.place, Rendezvous.of(setup.config, setup.store, linked))
+        linked = None if link is None else Link(link, setup.place.rank, setup.generation)
+        super().__init__(setup.place, Rendezvous.of(setup.config, setup.folder, linked, setup.generation))
         self._connection = connection
 
     def _announce(self) -> None:
@@ -229,7 +229,7 @@ class RankServer:
         """Run a step; what failed, where this rank outlives it."""
         try:
             self._run(message, arriving)
-        except RuntimeError as error:  # what collectives raise when a member is gone
+        except (RuntimeError, ConnectionError, TimeoutError, ReplicaLost) as error:  # of collectives: a member is gone
             if self.member is None:
                 raise
             return str(error)
@@ -244,12 +244,12 @@ class RankServer:
             model.start_over()
         self.member.groups.drop()
 
-    def _regroup(self, store: str) -> None:
+    def _regroup(self, generation: int) -> None:
         """Meet the other ranks again, with nothing of the steps before."""
         assert self.member is not None
         for model in self.models:
             model.start_over()
-        self.member.groups.renew(Path(store))
+        self.member.groups.renew(generation)
         self._adrift = False
 
     def _expect(self, message: Message) -> tuple[Message, Arriving | None]:

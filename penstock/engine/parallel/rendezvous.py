@@ -14,7 +14,7 @@ from penstock.engine.parallel.link import Link
 class Rendezvous:
     """What every group of a rank is made with."""
 
-    store: Path
+    folder: Path
     """Where the ranks of one machine find each other."""
     timeout_s: float
     """How long any of them may keep the others waiting."""
@@ -25,12 +25,19 @@ class Rendezvous:
     devices: tuple[str, ...] = ()
     """Those of all ranks, where they are named."""
     keeps: bool = False
-    """Whether a rank leaves beside `store` what one that is started again in its place cannot find out alone."""
+    """Whether a rank leaves there what one that is started again in its place cannot find out alone."""
+    generation: int = 0
+    """How often ranks had been started again before this one was started."""
 
     @classmethod
-    def of(cls, config: EngineConfig, store: Path, link: Link | None) -> Rendezvous:
+    def of(cls, config: EngineConfig, folder: Path, link: Link | None, generation: int = 0) -> Rendezvous:
         machines = tuple(config.machine(rank) for rank in range(config.ranks))
-        return cls(store, config.watchdog_s, machines, link, config.devices, config.rank_restarts > 0)
+        keeps = config.rank_restarts > 0
+        return cls(folder, config.watchdog_s, machines, link, config.devices, keeps, generation)
+
+    def meeting_place(self, generation: int) -> Path:
+        """The file that the ranks of one generation find each other by."""
+        return self.folder / f"store-{generation}"
 
     def beside(self, rank: int) -> list[int]:
         """The ranks on the machine of `rank`, itself included."""

@@ -20,16 +20,18 @@ class Setup:
     checkpoint: object | None
     """In place of the one that `config` names."""
     place: Place
-    store: Path
+    folder: Path
     """Where the ranks of this machine meet."""
+    generation: int = 0
+    """How often ranks have been started again."""
 
     def encode(self) -> bytes:
         # A checkpoint of another kind is a Python object, which only a parent may hand to its child.
         checkpoint = None if self.checkpoint is None else pickle.dumps(self.checkpoint)
-        return plain.encode((self.config, checkpoint, self.place, self.store))
+        return plain.encode((self.config, checkpoint, self.place, self.folder, self.generation))
 
     @classmethod
     def receive(cls, connection: Connection) -> Setup:
         """Only from the parent process."""
-        config, checkpoint, place, store = plain.receive(connection)
-        return cls(config, None if checkpoint is None else pickle.loads(checkpoint), place, store)
+        config, checkpoint, place, folder, generation = plain.receive(connection)
+        return cls(config, None if checkpoint is None else pickle.loads(checkpoint), place, folder, generation)

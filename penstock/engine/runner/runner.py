@@ -60,9 +60,8 @@ class Runner:
         """How long the last copies of blocks kept the host busy."""
         self.state_mover = state_mover
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
-        self.rows = Rows(
-            max_rows + 1, max_model_len, decoder.config.vocab_size, backend, block_size, followed, deterministic
-        )
+        vocabulary = decoder.config.vocab_size + (0 if adapters is None else adapters.room)
+        self.rows = Rows(max_rows + 1, max_model_len, vocabulary, backend, block_size, followed, deterministic)
         self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks, alone=deterministic)
         resources = RunnerResources(
             backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified, drawn_ahead, scores_prompts

@@ -284,9 +284,8 @@ def check_deterministic(config: EngineConfig, backend: Backend) -> None:
 def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Refuse what models that the `transformers` library runs do not have."""
     refused = {
-        "expert_parallel": config.expert_parallel,
-        "attention_parallel: data": config.attention_parallel == "data",
-        "rank_restarts, with tensor_parallel": config.rank_restarts and config.tensor_parallel > 1,
+        "expert_copies": config.expert_copies > 0,
+        "rank_restarts, with attention_parallel: data": config.rank_restarts and config.attention_parallel == "data",
     }
     for name, is_set in refused.items():
         if is_set:
@@ -318,20 +317,24 @@ def _by_transformers(
     """The decoder of a model that no family describes, or this rank's part of it; None for all others."""
     if not model.by_transformers:
         return None
+    from penstock.engine.models.transformers.cuts import Shard
     from penstock.engine.models.transformers.load import load_decoder
-    from penstock.engine.models.transformers.shards import Shard
 
-    span = shard = None
+    span = shard = sums = None
     if member is not None:
+        from penstock.engine.parallel.dispatch import exchanged_between
         from penstock.engine.parallel.layout import layer_span
 
         place, group = member.place, member.groups.tensor
+        exchange = exchanged_between(group) if group is not None and place.data else None
         span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
-        shard = None if group is None else Shard(place.shard, place.tensor, member.summed, lambda: member.least(0))
+        if group is not None:
+            sums = member.loading_sums()
+            shard = Shard(place.shard, place.tensor, sums or member.summed, member.least, backend.device, exchange)
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"
-    return load_decoder(
+    decoder = load_decoder(
         folder,
         model,
         weights.config,
@@ -344,8 +347,12 @@ def _by_transformers(
         span=span,
         shard=shard,
         alone=config.deterministic,
+        experts=config.expert_parallel,
         progress=lambda fraction: phases.report("weights", fraction),
     )
+    if sums is not None:
+        sums.loaded()
+    return decoder
 
 
 def check_stateful(config: EngineConfig) -> None:

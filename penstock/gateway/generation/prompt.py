@@ -22,10 +22,12 @@ from penstock.gateway.generation.estimates import (
     estimated_tokens,
 )
 from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
-from penstock.gateway.generation.schemas import ToolDefinition
 from penstock.gateway.generation.tokenization import Tokenization, encoded_chat, messages_size, tools_size
 from penstock.gateway.generation.tokenized_model import TokenizedModel, remote_text
 from penstock.gateway.generation.tool_choice import tool_of
+from penstock.gateway.generation.tool_schemas import (
+    ToolDefinition,
+)
 from penstock.routing.remotes import RemoteModel
 from penstock.text import ChatTemplateError, TextModel
 from penstock.tools.toolbox import Tool

@@ -16,10 +16,12 @@ from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.estimates import estimated_text
 from penstock.gateway.generation.prompt import MessagePrompt
 from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
-from penstock.gateway.generation.schemas import ToolDefinition
 from penstock.gateway.generation.tokenization import Tokenization, most_counted
 from penstock.gateway.generation.tokenized_model import remote_text
 from penstock.gateway.generation.tool_choice import tool_of
+from penstock.gateway.generation.tool_schemas import (
+    ToolDefinition,
+)
 from penstock.protocol.errors import DataRuleForbids, EngineUnavailable, Overloaded
 from penstock.routing.remotes import RemoteModel
 

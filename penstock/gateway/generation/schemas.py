@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct
 
 from penstock.gateway.app.decoding import Unsupported
+from penstock.gateway.generation.tool_schemas import NamedTool, ToolCall, Tools
 
 INT64 = 2**63 - 1
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
@@ -157,67 +158,6 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     """Another name of `include_stop_str_in_output`."""
-
-
-class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FreeTextFunction(FunctionDefinition, kw_only=True):
-    """A function with one argument, `input`: how a tool that takes free text is offered to a model. Not part of any
-    request; other APIs translate their tools to it."""
-
-    syntax: Literal["text", "lark", "regex"] = "text"
-    grammar: str = ""
-    """What the input has to match."""
-
-
-class ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-Tools = Annotated[list[ToolDefinition], Meta(max_length=128)]
-
-
-class FunctionName(Struct, forbid_unknown_fields=True):
-    name: Name
-
-
-class OfferedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Some of the offered tools: the prompt has all of them, and only these may be called."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[OfferedFunction], Meta(min_length=1, max_length=128)]
-
-
-class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The tool that must be called, or those that may be: what `type` says is given."""
-
-    type: Literal["function", "allowed_tools"]
-    function: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
-
-
-class FunctionCall(Struct, forbid_unknown_fields=True, kw_only=True):
-    name: Name
-    arguments: str
-
-
-class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call the model made earlier in the conversation."""
-
-    id: Name
-    type: Literal["function"] = "function"
-    function: FunctionCall
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

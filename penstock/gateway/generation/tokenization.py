@@ -14,9 +14,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
-from penstock.gateway.generation.schemas import ToolDefinition
 from penstock.gateway.generation.tokenized_model import TokenizedModel
 from penstock.gateway.generation.tool_choice import for_template
+from penstock.gateway.generation.tool_schemas import (
+    ToolDefinition,
+)
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 from penstock.text import ChatTemplateError, TemplateTooHeavy
 from penstock.text.fair_threads import FairThreads

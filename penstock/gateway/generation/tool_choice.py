@@ -14,8 +14,16 @@ from penstock.gateway.generation.response_format import (
     grammar_of,
     param_of,
 )
-from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, NamedTool, TextFormat, ToolDefinition
+from penstock.gateway.generation.schemas import (
+    ChatRequest,
+    TextFormat,
+)
 from penstock.gateway.generation.tokenized_model import TokenizedModel
+from penstock.gateway.generation.tool_schemas import (
+    FreeTextFunction,
+    NamedTool,
+    ToolDefinition,
+)
 from penstock.protocol.errors import InvalidRequest
 from penstock.text.grammars import Grammar
 from penstock.text.template_fit import Accepted, fitted
@@ -38,7 +46,7 @@ def check_tools(request: ChatRequest) -> None:
         return
     names: set[str] = set()
     for index, tool in enumerate(tools):
-        at = f"tools[{index}].function"
+        at = f"tools[{index}].{'custom' if isinstance(tool.function, FreeTextFunction) else 'function'}"
         if tool.function.name in names:
             raise InvalidRequest(f"Two tools are called `{tool.function.name}`.", param=f"{at}.name")
         names.add(tool.function.name)

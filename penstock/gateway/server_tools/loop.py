@@ -26,7 +26,13 @@ from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response import EndingLimit, ending, note_limit, send_failure
 from penstock.gateway.generation.sampling import TokenLimit
-from penstock.gateway.generation.schemas import ChatRequest, FunctionDefinition, ToolDefinition
+from penstock.gateway.generation.schemas import (
+    ChatRequest,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionDefinition,
+    ToolDefinition,
+)
 from penstock.gateway.generation.turn import Turn, TurnRecorder
 from penstock.gateway.server_tools.steps import StepMessage, StepsRenderer, StepTotals, shown
 from penstock.protocol.errors import ApiError, DataRuleForbids, InvalidRequest

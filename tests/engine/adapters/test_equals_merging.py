@@ -38,8 +38,16 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ("gpt-oss", {"rank": 4, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
         ("qwen3-qknorm", {"rank": 8, "targets": ("gate_proj", "q_proj", "k_proj", "v_proj", "o_proj")}),
         ("qwen3.5", {"size": 0.6}),
-        ("qwen3-next", {"rank": 8, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "size": 0.6}),
-        ("falcon-h1", {"rank": 4, "targets": ("q_proj", "v_proj", "in_proj", "out_proj", "up_proj"), "size": 0.6}),
+        pytest.param(
+            "qwen3-next",
+            {"rank": 8, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "size": 0.6},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "falcon-h1",
+            {"rank": 4, "targets": ("q_proj", "v_proj", "in_proj", "out_proj", "up_proj"), "size": 0.6},
+            marks=pytest.mark.slow,
+        ),
         ("granite4-hybrid-dense", {"rank": 4, "targets": ("q_proj", "o_proj", "in_proj", "out_proj"), "size": 0.6}),
         ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
         ("nemotron-h", {"rank": 4, "targets": ("k_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -123,11 +125,11 @@ def test_smoothing_changes_how_keys_are_stored_and_not_the_attention(
             assert errors[1] < 0.5 * errors[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [INT8, FP8], ids=["int8", "fp8"])
-def test_attention_reads_what_the_cache_holds(ops: Ops, dtype: torch.dtype, kind: torch.dtype) -> None:
-    """Exactly the widened cache: the only error allowed is that of the arithmetic, whatever unused slots hold."""
+@functools.cache
+def attention_cases(kind: torch.dtype, dtype: torch.dtype) -> list[tuple]:  # type: ignore[type-arg]
+    """Layout, batch, query, caches and scales, and what attention gives; made once for all implementations."""
     torch.manual_seed(1)
+    made = []
     for heads, kv_heads, dim, block_size, window, lengths in CASES:
         layout = HeadLayout(heads, kv_heads, dim, dim**-0.5, window)
         batch, num_blocks = make_batch(lengths, block_size, seed=dim)
@@ -144,7 +146,25 @@ def test_attention_reads_what_the_cache_holds(ops: Ops, dtype: torch.dtype, kind
                     raw = cache.view(torch.uint8)
                     raw[block, :, at % block_size] = numbers.to(FP8).view(torch.uint8)
         q = (2 * torch.randn(batch.positions.shape[0], heads, dim)).to(dtype)
-        expected = exact_attention(q, layout, batch, widened(k, scales[0]), widened(v, scales[1]))
+        made.append(
+            (
+                layout,
+                batch,
+                q,
+                k,
+                v,
+                scales,
+                exact_attention(q, layout, batch, widened(k, scales[0]), widened(v, scales[1])),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [INT8, FP8], ids=["int8", "fp8"])
+def test_attention_reads_what_the_cache_holds(ops: Ops, dtype: torch.dtype, kind: torch.dtype) -> None:
+    """Exactly the widened cache: the only error allowed is that of the arithmetic, whatever unused slots hold."""
+    for layout, batch, q, k, v, scales, expected in attention_cases(kind, dtype):
         actual = ops.attention(q, layout, batch, k, v, scales)
         # The reference multiplies numbers of `dtype`, so that the cache is rounded to it. Native kernels may keep 15
         # bits of a query where they multiply int8 keys as integers.

@@ -53,7 +53,7 @@ ARCHITECTURES = {
     "glm4-moe-groups": "glm4moe",
     "llama4": "llama4",
 }
-SLOW = {"glm4-moe-groups"}
+SLOW = {"cohere-qknorm", "glm4-moe-groups", "granite-moe-shared", "mistral-window", "olmo3", "phi3-half-rotated"}
 ELSEWHERE = {
     "deepseek-v2-lite": "deepseek2",
     "deepseek-v3": "deepseek2",

@@ -52,7 +52,7 @@ def test_tensor_names_and_shapes_are_those_of_the_reference(checkpoint: Path) ->
 
 def test_random_weights_of_every_family_run(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    settings = EngineConfig(model="random", device="cpu", dtype="float32", threads=2, num_blocks=16)
+    settings = EngineConfig(model="random", device="cpu", dtype="float32", threads=1, num_blocks=16)
     engine = Engine.load(settings, checkpoint=RandomCheckpoint(config, dtype=torch.float32))
     assert len(generate(engine, greedy("a", PROMPT, 4))["a"]) == 4
 

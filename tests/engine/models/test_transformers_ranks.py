@@ -29,10 +29,10 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.quantization.layouts import write
 from tests.engine.tiny import Reference
 
-UNCUT = {"gpt2", "gpt2-odd", "gpt_bigcode", "persimmon", "bloom", "falcon", "falcon-alibi", "doge", "xglm", "diffllama",
-         "minicpm3", "glm4_moe_lite", "gemma3n_text", "minimax_m2", "bitnet", "jetmoe", "modernbert-decoder",
-         "ctrl"}  # fmt: skip
-"""Their linears have no tensor-parallel plan, or their attention does not run with a part of its heads."""
+UNCUT = {"gemma3n_text"}
+"""Layers read the tokens too, which a rank of several does not have beside their embedding."""
+WHOLE = {"bitnet", "jetmoe"}
+"""Norms over whole rows between their linears, or experts in the place of these: every shard has all of them."""
 UNDIVIDED = {"gemma3n_text", "gemma4_text", "gemma4_text-shared"}
 """Something else than one residual stream goes from layer to layer."""
 QUICK = {("starcoder2", 1, 2), ("starcoder2", 2, 1)}
@@ -70,16 +70,50 @@ def test_tokens_equal_the_library(model_type: str, tensor: int, pipeline: int, t
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"),
+    ("model_type", "heads"),
     [
-        ("gpt2", "no plan for the linears of gpt2"),
-        pytest.param("doge", "do not run with a part of their heads", marks=pytest.mark.slow),
+        ("gpt2", (2, 2)),  # queries, keys and values in one matrix
+        pytest.param("gpt_neox", (2, 2), marks=pytest.mark.slow),  # the same, head by head
+        pytest.param("gpt_bigcode", (2, 1), marks=pytest.mark.slow),  # one KV head for all
+        pytest.param("minimax_m2", (2, 1), marks=pytest.mark.slow),  # norms over all heads
+        pytest.param("minicpm3", (2, 2), marks=pytest.mark.slow),  # latents
+        pytest.param("bloom", (2, 2), marks=pytest.mark.slow),  # attention of its own
+        pytest.param("diffllama", (4, 2), marks=pytest.mark.slow),  # heads in pairs: attention is whole
     ],
 )
-def test_linears_that_cannot_be_cut_are_refused(model_type: str, reason: str, tmp_path: Path) -> None:
-    folder = write_foreign(model_type, tmp_path)
-    with pytest.raises(ConfigError, match=reason), threaded_engine(folder, 2, 1):
-        pass
+def test_linears_and_heads_are_divided_whatever_they_are_called(
+    model_type: str, heads: tuple[int, int], tmp_path: Path
+) -> None:
+    with threaded_engine(write_foreign(model_type, tmp_path), 2, 1) as engine:
+        part: Any = engine.runner.decoder.stage.decoder  # type: ignore[attr-defined]
+        found = {(site.heads.heads, site.heads.kv_heads) for site in part.hidden.sites}
+        assert found == {heads}
+        assert part.cuts.rows and part.cuts.columns
+        for linear in part.linears:
+            if linear.name in part.cuts.columns:
+                assert linear.columns == (0, linear.in_features // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(WHOLE))
+def test_what_cannot_be_divided_is_whole_on_every_shard(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, prompt = write_foreign(model_type, tmp_path), prompt_of(random.Random(1), 30)
+    with caplog.at_level("WARNING"), threaded_engine(folder, 2, 1) as engine:
+        assert Reference(folder).agrees(prompt, generate(engine, greedy("r", prompt, 8))["r"])
+    assert f"every shard has the linears of this {model_type} model whole" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [3, 4, 5])
+@pytest.mark.parametrize("model_type", ["starcoder2", "bloom"])
+def test_any_number_of_shards_gives_the_tokens(model_type: str, tensor: int, tmp_path: Path) -> None:
+    """Four heads over two KV heads, and widths of 64 and 96: what a number does not divide is whole."""
+    folder, prompt = write_foreign(model_type, tmp_path), prompt_of(random.Random(1), 50)
+    with threaded_engine(folder, tensor, 1) as engine:
+        assert Reference(folder).agrees(prompt, generate(engine, greedy("r", prompt, 8))["r"])
+        assert_idle(engine)
 
 
 @pytest.mark.slow
@@ -170,7 +204,7 @@ def test_layers_that_read_ids_have_no_stages() -> None:
 @pytest.mark.parametrize("model_type", sorted(UNCUT))
 def test_what_has_no_shards_is_refused(model_type: str, tmp_path: Path) -> None:
     folder = write_foreign(model_type, tmp_path)
-    with pytest.raises((ConfigError, CheckpointError), match="tensor_parallel"), threaded_engine(folder, 2, 1):
+    with pytest.raises((ConfigError, CheckpointError), match="cannot be run"), threaded_engine(folder, 2, 1):
         pass
 
 
@@ -210,7 +244,6 @@ def test_few_bit_checkpoints(tensor: int, pipeline: int, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor_parallel": 4}, "tensor_parallel: 4 cannot split 4 heads over 2 KV heads"),
         ({"pipeline_parallel": 4}, "pipeline_parallel: 4 is more than the 3 layers"),
     ],
 )

@@ -35,7 +35,7 @@ def shuffle(group: Group) -> None:
 def test_every_row_arrives_in_order(tmp_path: Path, size: int) -> None:
     backend = pick_backend(torch.device("cpu"), 1)
 
-    rendezvous = Rendezvous(tmp_path / "store", 20.0, (LOCAL,) * size, None)
+    rendezvous = Rendezvous(tmp_path, 20.0, (LOCAL,) * size, None)
 
     def member(rank: int) -> None:
         group = Groups(Place(rank, size, 1), rendezvous, backend).tensor

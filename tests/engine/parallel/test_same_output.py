@@ -16,18 +16,18 @@ GRIDS = [
     ("llama-gqa", 2, 1),
     ("llama-gqa", 1, 2),
     ("llama-gqa", 2, 2),
-    ("llama-gqa", 1, 3),
+    pytest.param("llama-gqa", 1, 3, marks=pytest.mark.slow),
     ("llama-mqa-tied", 4, 1),  # one KV head for four shards
-    ("llama-mha-bias", 2, 2),
-    ("mistral-window", 2, 2),
+    pytest.param("llama-mha-bias", 2, 2, marks=pytest.mark.slow),
+    pytest.param("mistral-window", 2, 2, marks=pytest.mark.slow),
     ("qwen2-bias", 2, 1),
-    ("qwen3-qknorm", 2, 2),
+    pytest.param("qwen3-qknorm", 2, 2, marks=pytest.mark.slow),
     ("mixtral", 2, 2),
     ("qwen3-moe-some-dense", 2, 2),
     ("gpt-oss", 2, 2),
     ("gemma2", 2, 1),
     ("gemma3-two-ropes", 2, 2),
-    ("phi3", 2, 1),
+    pytest.param("phi3", 2, 1, marks=pytest.mark.slow),
     ("olmo2", 2, 1),  # norms of whole rows are over all shards
     pytest.param("olmo3", 2, 2, marks=pytest.mark.slow),
     pytest.param("olmoe", 2, 1, marks=pytest.mark.slow),
@@ -38,13 +38,19 @@ GRIDS = [
     pytest.param("smollm3", 1, 2, marks=pytest.mark.slow),
     pytest.param("ministral3", 2, 2, marks=pytest.mark.slow),
 ]
-FAMILIES_HERE = {grid[0] if isinstance(grid, tuple) and isinstance(grid[0], str) else grid.values[0] for grid in GRIDS}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: write_checkpoint(family, folder / family) for family in FAMILIES_HERE}
+
+    class Written(dict[str, Path]):
+        """Each when it is first asked for."""
+
+        def __missing__(self, family: str) -> Path:
+            return self.setdefault(family, write_checkpoint(family, folder / family))
+
+    return Written()
 
 
 def requests() -> list[Request]:

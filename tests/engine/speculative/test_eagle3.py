@@ -21,10 +21,10 @@ from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head, 
 from tests.engine.speculative.test_same_text import any_requests, run
 from tests.engine.tiny import write_checkpoint
 
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("original", {}),
+LAYOUTS = [
+    pytest.param("original", {}, marks=pytest.mark.slow),
     ("original", {"pickled": True, "draft_vocab": 199}),
-    ("speculators", {}),
+    pytest.param("speculators", {}, marks=pytest.mark.slow),
     ("speculators", {"norm_before_residual": False, "hidden": 32}),
 ]
 

@@ -38,7 +38,7 @@ def tool(name: str, **definition: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "other", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
     ({"response_format": {}}, "response_format.type"),

@@ -49,6 +49,29 @@ def attention_function(
 
 
 @dataclass(frozen=True, slots=True)
+class HeadPart:
+    """The heads of one shard of several."""
+
+    heads: tuple[int, int]
+    """Query heads: first and one past the last."""
+    kv_heads: tuple[int, int]
+    parts: int
+    """Into how many the KV heads are divided; shards next to each other have the same part where these are fewer."""
+    whole: int
+    """Query heads of all shards."""
+    whole_kv: int
+
+
+def head_part(heads: int, kv_heads: int, shard: int, shards: int) -> HeadPart | None:
+    """None where so many shards do not divide the heads."""
+    parts = shards if kv_heads % shards == 0 else kv_heads
+    if heads % shards or heads % kv_heads or shards % parts:
+        return None
+    part, size, each = shard * parts // shards, kv_heads // parts, heads // shards
+    return HeadPart((shard * each, (shard + 1) * each), (part * size, (part + 1) * size), parts, heads, kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """One attention call of a pass."""
 
@@ -58,8 +81,21 @@ class Site:
     """As they are cached: keys and values are padded with zeros to one even size, which changes no score."""
     key_dim: int
     value_dim: int
-    parts: int = 1
-    """Into how many parts shards divide its KV heads; `heads` is this shard's."""
+    mine: HeadPart | None = None
+    """Where shards divide its heads: which are this one's. `heads` is theirs alone then."""
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts shards divide its KV heads."""
+        return 1 if self.mine is None else self.mine.parts
+
+    def divided(self, mine: HeadPart | None) -> Site:
+        """What a shard has of it."""
+        if mine is None:
+            return self
+        (first, last), (kv_first, kv_last) = mine.heads, mine.kv_heads
+        heads = replace(self.heads, heads=last - first, kv_heads=kv_last - kv_first)
+        return replace(self, heads=heads, mine=mine)
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV:
         return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)
@@ -103,17 +139,21 @@ class PagedCalls:
         self._next += 1
         site, cache, ops = self._sites[index], self._caches[index], self._ops[index]
         dim = site.heads.head_dim
-        tokens = query.shape[2]
+        tokens, mine = query.shape[2], site.mine
+        sinks: Tensor | None = options.get("s_aux")
+        if mine is not None:
+            query, key, value = query[:, slice(*mine.heads)], *(x[:, slice(*mine.kv_heads)] for x in (key, value))
+            sinks = None if sinks is None else sinks[slice(*mine.heads)]
         rows = torch.cat([_padded(x.to(value.dtype), dim) for x in (query, key, value)], dim=1)
         rows = rows[0].transpose(0, 1).reshape(tokens, -1).contiguous()
         scales = self._fp8_scales[index] if cache.k.dtype == FP8 else cache.scales
         q = ops.rope_and_cache(
             rows, site.heads, self._unrotated[dim], stored, cache.k, cache.v, None, None, 0.0, scales
         )
-        sinks: Tensor | None = options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         out = ops.attention(q, site.heads, batch, cache.k, cache.v, scales, sinks)
-        return out.view(1, tokens, site.heads.heads, dim)[..., : site.value_dim]
+        out = out.view(1, tokens, site.heads.heads, dim)[..., : site.value_dim]
+        return out if mine is None else F.pad(out, (0, 0, mine.heads[0], mine.whole - mine.heads[1]))
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:

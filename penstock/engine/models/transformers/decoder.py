@@ -14,9 +14,9 @@ from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.transformers.body import StageBody
+from penstock.engine.models.transformers.cuts import Cuts
 from penstock.engine.models.transformers.hidden import HiddenStates
 from penstock.engine.models.transformers.linears import EngineLinear
-from penstock.engine.models.transformers.shards import Cuts
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class SequencePass:
                 scales = self._scales(index, cache) or (None, None)
                 k = CachedBlocks(cache.k, scales[0], self._dtype).gather(blocks)[None, :, :length, : site.key_dim]
                 v = CachedBlocks(cache.v, scales[1], self._dtype).gather(blocks)[None, :, :length, : site.value_dim]
+                k, v = _among_all(k, site), _among_all(v, site)
                 layer.lazy_initialization(k, v)
                 layer.keys, layer.values = k, v
             layers.append(layer)
@@ -160,9 +161,21 @@ class SequencePass:
         for index, (layer, paged) in enumerate(zip(cache.layers[self._before :], kv.layers, strict=False)):
             scales = self._scales(index, paged) or (None, None)
             for x, into, scale in ((layer.keys, paged.k, scales[0]), (layer.values, paged.v, scales[1])):
-                rows = x[0, :, -new:].transpose(0, 1)
+                mine = self.sites[index].mine
+                heads = slice(None) if mine is None else slice(*mine.kv_heads)
+                rows = x[0, heads, -new:].transpose(0, 1)
                 rows = torch.nn.functional.pad(rows, (0, into.shape[-1] - rows.shape[-1]))
                 store(rows, into, scale, block, offset)
+
+
+def _among_all(x: Tensor, site: Site) -> Tensor:
+    """A shard's keys or values in their places among those of all heads; what the others are makes no difference to its
+    part."""
+    mine = site.mine
+    if mine is None:
+        return x
+    first, last = mine.kv_heads
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, first, mine.whole_kv - last))
 
 
 def _of_length(library: Any, length: int, device: torch.device) -> Any:

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.transformers.cuts import Cuts
 from penstock.engine.models.weights import WeightReader
-
-if TYPE_CHECKING:
-    from penstock.engine.models.transformers.shards import Cuts
 
 _KINDS = frozenset({"Linear", "Conv1D", "FalconLinear", "AwaitedLinear"})
 """Classes that compute x W^T + b and nothing else; a subclass by another name may compute more."""
@@ -38,8 +36,12 @@ class EngineLinear(nn.Module):
         found = _IN_LAYER.search(name)
         self.weight = torch.empty(0, dtype=dtype)
         """Some models ask linears for the type of their weights; these have another form."""
+        self.columns: tuple[int, int] | None = None
+        """Where it is cut by inputs: which."""
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
-        """Where it is cut by inputs: adds up what all shards have."""
+        """The same: adds up what all shards have."""
+        self.rows: Tensor | None = None
+        """Where it is cut by outputs: the numbers of those that it has. The others are zero."""
         self.layer = None if found is None else int(found[1])
         self.module = "" if found is None else found[2]
         """Its name below the layer."""
@@ -48,12 +50,17 @@ class EngineLinear(nn.Module):
         """Adds the step's adapters, at `placed` (`adapters.library_modules`); None in steps without."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
+        rows = x.reshape(-1, self.in_features)
+        if self.columns is not None:
+            rows = rows[:, slice(*self.columns)]
+        rows = rows.contiguous()
         y = self.linear(rows)
         if self.kernel is not None:
             self.kernel.add(rows, y, self.placed)
         if self.over_ranks is not None:
             y = self.over_ranks(y)
+        if self.rows is not None:
+            y = y.new_zeros(len(y), self.out_features).index_copy_(1, self.rows, y)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -155,19 +162,19 @@ def replace_linears(
     made = []
     for name, module in linears_of(model):
         outputs, inputs = shape_of(module)
-        side = None if cuts is None else cuts.sides.get(name)
-        if cuts is not None and side is not None:
-            parts = cuts.shard.count
-            outputs, inputs = (outputs // parts, inputs) if side == "outputs" else (outputs, inputs // parts)
+        own_outputs, own_inputs = (outputs, inputs) if cuts is None else cuts.sizes(name, outputs, inputs)
         above, _, last = name.rpartition(".")
         bias = _is_biased(module)
         reader = as_stored if as_stored is not None and _stores(as_stored, name, module) else read
-        linear = reader.linear(f"{above}." if above else "", {last: outputs}, inputs, bias)
+        linear = reader.linear(f"{above}." if above else "", {last: own_outputs}, own_inputs, bias)
         if name == head:
             linear = read.backend.as_head(linear)
         replaced = EngineLinear(name, linear, inputs, outputs, read.dtype)
-        if cuts is not None and side == "inputs":
-            replaced.over_ranks = cuts.shard.sum
+        if cuts is not None and name in cuts.columns:
+            replaced.columns, replaced.over_ranks = cuts.columns[name], cuts.shard.sum
+        if cuts is not None and name in cuts.rows:
+            numbers = [torch.arange(begin, end) for begin, end in cuts.rows[name]]
+            replaced.rows = torch.cat(numbers).to(read.backend.device)
         setattr(model.get_submodule(above), last, replaced)
         weights.release(name)
         made.append(replaced)

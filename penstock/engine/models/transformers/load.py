@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -24,16 +26,19 @@ from penstock.engine.models.transformers.attention import (
     CALLS,
     PAGED,
     SURVEYED,
+    HeadPart,
     PagedCalls,
     Site,
-    attention_function,
     cached_dim,
 )
 from penstock.engine.models.transformers.body import Body, CannotDivide, Junction, StageBody, WholeBody, take_out
 from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
+from penstock.engine.models.transformers.cuts import Cuts, Shard
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
+from penstock.engine.models.transformers.experts import divide_experts, find_experts, has_experts
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
+from penstock.engine.models.transformers.interface import register, use
 from penstock.engine.models.transformers.linears import (
     EngineLinear,
     ModuleWeights,
@@ -42,7 +47,7 @@ from penstock.engine.models.transformers.linears import (
     shapes_by_layer,
 )
 from penstock.engine.models.transformers.read import Reduce, read_model
-from penstock.engine.models.transformers.shards import Cuts, Shard
+from penstock.engine.models.transformers.shards import CLOSE, find_cuts
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError, ConfigError, ReplicaLost
@@ -51,6 +56,18 @@ log = logging.getLogger(__name__)
 
 _NOT_OF_THE_MODEL = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide, ReplicaLost)
 """Raised in a pass, these say nothing of whether the engine's attention fits the model."""
+
+
+class Way(Enum):
+    """How shards divide a model: the first that gives what the model does is taken."""
+
+    PAGED = "the engine's attention"
+    OWN = "attention of their own"
+    WHOLE = "nothing divided"
+
+
+class _PartsDiffer(Exception):
+    """What shards compute together is not the model's."""
 
 
 def load_decoder(
@@ -67,18 +84,50 @@ def load_decoder(
     span: tuple[int, int] | None = None,
     shard: Shard | None = None,
     alone: bool = False,
+    experts: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
     """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
     and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run. `span`: the
     layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer. `alone`: in
-    deterministic mode, tokens are computed one by one."""
+    deterministic mode, tokens are computed one by one. `experts`: it must have some that shards divide."""
     report = progress or (lambda fraction: None)
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
         config.family,
     )
     trusted = check_custom_code(raw, folder, custom_code)
+
+    load = partial(
+        _read_and_load, folder, config, raw, backend, dtype, max_positions, quantize, stored, trusted, span, shard
+    )
+    for cut in (Way.PAGED, Way.OWN):
+        try:
+            return load(alone, experts, report, cut=cut)
+        except _PartsDiffer as error:
+            log.warning("tensor_parallel: %s models cannot be divided with %s: %s", config.family, cut.value, error)
+    log.warning("tensor_parallel: every shard has this %s model whole", config.family)
+    return load(alone, experts, report, cut=Way.WHOLE)
+
+
+def _read_and_load(
+    folder: Path,
+    config: ModelConfig,
+    raw: dict[str, Any],
+    backend: LayerFactory,
+    dtype: torch.dtype,
+    max_positions: int,
+    quantize: Quantizer | None,
+    stored: Weights | None,
+    trusted: bool,
+    span: tuple[int, int] | None,
+    shard: Shard | None,
+    alone: bool,
+    experts: bool,
+    report: Callable[[float], None],
+    *,
+    cut: Way,
+) -> TransformersDecoder:
     staged = span is not None or shard is not None
     junction = Junction(span or (0, config.num_layers), config.num_layers)
     try:
@@ -103,7 +152,21 @@ def load_decoder(
             junction.shapes = junction.shapes or shapes_by_layer(model)
             body = StageBody(base, junction, config.hidden_size, dtype)
         return _load(
-            model, body, config, raw, backend, dtype, max_positions, quantize, as_stored, staged, shard, alone, report
+            model,
+            body,
+            config,
+            raw,
+            backend,
+            dtype,
+            max_positions,
+            quantize,
+            as_stored,
+            staged,
+            shard,
+            alone,
+            experts,
+            report,
+            cut=cut,
         )
     except CannotDivide as error:
         raise refusal(config, f"{error}, so it has no parts for several ranks") from error
@@ -122,7 +185,10 @@ def _load(
     staged: bool,
     shard: Shard | None,
     alone: bool,
+    experts: bool,
     report: Callable[[float], None],
+    *,
+    cut: Way,
 ) -> TransformersDecoder:
     """The decoder of a model that the library has read."""
     device = backend.device
@@ -135,14 +201,18 @@ def _load(
     late = as_stored is not None or (rounds and shard is None)
     at = device if shard is None else torch.device("cpu")
     comparison = None if late else _compared(model, body, config, at)
-    cuts = None if shard is None else Cuts(model, shard)
+    cuts = None
+    if shard is not None:
+        if experts and not has_experts(body.base, config.num_layers):
+            raise ConfigError("expert_parallel: this model has no experts that could be divided; leave it out")
+        cuts = _cuts(model, body, config, shard, dtype, cut, alone=alone)
     modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
     reader = WeightReader(modules, backend, dtype, quantize if as_stored is None else None)
     linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
-    if cuts is not None:
-        cuts.cut_parts(model)
+    if cuts is not None and shard is not None:
+        divide_experts(model, cuts)
         model.to(device)
-        cuts.shard.wait()  # what follows is summed over shards: one that has failed would be waited for
+        shard.agree(0)  # what follows is summed over shards: one that has failed would be waited for
     comparison = comparison or _compared(model, body, config, device)
     head_linear = next((linear for linear in linears if linear.name == head_name), None)
     head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear, alone=alone)
@@ -151,17 +221,20 @@ def _load(
     def check(hidden: HiddenStates) -> None:
         comparison.check(hidden, None if staged else head, dtype, device, rounded=rounds)
 
+    differs: CheckpointError | None = None
     try:
-        hidden = _first_that_fits(body, config, backend, dtype, check, alone=alone)
+        hidden = _first_that_fits(body, config, backend, dtype, check, alone=alone, cuts=cuts)
+        if cuts is not None and cuts.experts and cuts.shard.exchange and not isinstance(hidden, PackedPass):
+            # Sequence by sequence, shards would not meet at the same experts.
+            raise refusal(config, "it does not run with the engine's attention")
     except CheckpointError as error:
-        if cuts is None:
+        if shard is None or cut is Way.WHOLE:
             raise
-        raise ConfigError(
-            f"tensor_parallel: the layers of {config.family} models do not run with a part of their heads and widths "
-            f"({error}); pipeline_parallel may divide them by layers"
-        ) from error
-    if cuts is not None:
-        hidden.sites = [replace(site, parts=cuts.shard.count) for site in hidden.sites]
+        differs = error
+    if shard is not None and cut is not Way.WHOLE:
+        failed = shard.any([differs is not None])[0]
+        if not shard.agree(int(not failed)):  # all ranks try again, or none
+            raise _PartsDiffer(str(differs or "another rank's part differs")) from differs
     embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
     stage = body if isinstance(body, StageBody) else None
@@ -182,6 +255,24 @@ def _load(
     )
 
 
+def _cuts(
+    model: Any, body: Body, config: ModelConfig, shard: Shard, dtype: torch.dtype, cut: Way, *, alone: bool
+) -> Cuts:
+    """What this shard has of a model that is still whole."""
+    if cut is Way.WHOLE:
+        return Cuts(shard)
+    if shard.exchange is None:
+        cuts = find_cuts(model, body, config.family, config.num_layers, shard, dtype, paged=cut is Way.PAGED)
+    else:  # layers are whole, and experts too where shards would not meet at them
+        cuts = Cuts(shard)
+        if cut is Way.OWN or alone:
+            log.warning("attention_parallel: every shard has the experts of this %s model whole", config.family)
+            return cuts
+        shard.agree(0)
+    cuts.experts = find_experts(model, shard, config.family, CLOSE[dtype])
+    return cuts
+
+
 def _compared(model: Any, body: Body, config: ModelConfig, device: torch.device) -> Comparison:
     if isinstance(body, StageBody):
         body.find_form(body.sample(TOKENS, device))
@@ -195,29 +286,6 @@ def _found(config: ModelConfig, sites: list[Site], span: tuple[int, int]) -> Mod
     return replace(config, windows=((None,) * span[0] + windows + (None,) * behind))
 
 
-def _register() -> None:
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(PAGED, attention_function)
-    AttentionInterface.register(SURVEYED, attention_function)
-    AttentionMaskInterface.register(SURVEYED, _surveyed_mask)
-
-
-def _surveyed_mask(*arguments: Any, **options: Any) -> Any:
-    calls = CALLS.get()
-    assert isinstance(calls, Survey)
-    return calls.mask(*arguments, **options)
-
-
-def _use(base: nn.Module, implementation: str) -> None:
-    """Choose the attention function of a model and of the models in it."""
-    for module in base.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            config._attn_implementation_internal = implementation
-
-
 def _first_that_fits(
     body: Body,
     config: ModelConfig,
@@ -226,14 +294,18 @@ def _first_that_fits(
     check: Callable[[HiddenStates], None],
     *,
     alone: bool = False,
+    cuts: Cuts | None = None,
 ) -> HiddenStates:
-    """How the model's hidden states are computed: with the engine's attention, or else with the model's own."""
+    """How the model's hidden states are computed: with the engine's attention, or else with the model's own. Shards
+    that divide heads have settled which."""
     base = body.base
+    heads = {} if cuts is None else cuts.heads
+    settled = None if cuts is None or not heads else cuts.paged
     takes_positions = "position_ids" in signature(base.forward).parameters
     reason = "it does not take positions"
-    if takes_positions:
+    if takes_positions and settled is not False:
         try:
-            packed = _packed(body, config, backend)
+            packed = _packed(body, config, backend, heads)
             hidden: HiddenStates = TokenPass(packed) if alone else packed
             check(hidden)
             return hidden
@@ -241,14 +313,17 @@ def _first_that_fits(
             raise
         except Exception as error:
             reason = str(error)
-    _use(base, "eager")
+            if settled:
+                raise refusal(config, reason) from error
+    use(base, "eager")
     log.warning(
         "%s: sequences run one after the other with the model's own attention, since ours does not fit (%s)",
         config.family,
         reason,
     )
     begin, _ = own_layers(body, config)
-    sites = _cached_sites(body, config, backend.device, takes_positions)
+    whole = _cached_sites(body, config, backend.device, takes_positions)
+    sites = [site.divided(heads.get(index)) for index, site in enumerate(whole)]
     by_sequence = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
     check(by_sequence)
     return by_sequence
@@ -259,12 +334,12 @@ def own_layers(body: Body, config: ModelConfig) -> tuple[int, int]:
     return body.junction.span if isinstance(body, StageBody) else (0, config.num_layers)
 
 
-def _packed(body: Body, config: ModelConfig, backend: LayerFactory) -> PackedPass:
+def _packed(body: Body, config: ModelConfig, backend: LayerFactory, heads: Mapping[int, HeadPart]) -> PackedPass:
     """With the engine's attention, wherever the model calls it."""
     device, base = backend.device, body.base
-    _register()
+    register()
     survey = Survey({module: name for name, module in base.named_modules()}, config.family)
-    _use(base, SURVEYED)
+    use(base, SURVEYED)
     token = CALLS.set(survey)
     try:
         body(
@@ -275,8 +350,9 @@ def _packed(body: Body, config: ModelConfig, backend: LayerFactory) -> PackedPas
     if not survey.sites:
         raise refusal(config, "it is not on the library's attention interface")
     _check_layers(config, len({site.module for site in survey.sites}), own_layers(body, config))
-    _use(base, PAGED)
-    return PackedPass(body, survey.sites, PagedCalls(survey.sites, backend.ops, device))
+    use(base, PAGED)
+    sites = [site.divided(heads.get(call)) for call, site in enumerate(survey.sites)]
+    return PackedPass(body, sites, PagedCalls(sites, backend.ops, device))
 
 
 def _cached_sites(body: Body, config: ModelConfig, device: torch.device, takes_positions: bool) -> list[Site]:

@@ -28,7 +28,13 @@ from penstock.gateway.api.anthropic.blocks import (
     ToolResultBlock,
 )
 from penstock.gateway.app.exchange import encode_json
-from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
+from penstock.gateway.generation.schemas import (
+    ChatMessage,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionCall,
+    ToolCall,
+)
 from penstock.protocol.errors import InvalidRequest
 
 BETWEEN = "\n\n"

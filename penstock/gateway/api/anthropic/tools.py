@@ -20,7 +20,12 @@ from penstock.gateway.api.anthropic.schemas import (
     ToolParam,
 )
 from penstock.gateway.app.exchange import encode_json
-from penstock.gateway.generation.schemas import FunctionDefinition, FunctionName, NamedTool, ToolDefinition
+from penstock.gateway.generation.tool_schemas import (
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    ToolDefinition,
+)
 from penstock.protocol.errors import InvalidRequest
 
 Choice = Literal["none", "auto", "required"] | NamedTool

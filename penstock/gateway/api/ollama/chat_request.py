@@ -24,10 +24,12 @@ from penstock.gateway.generation.schemas import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    FunctionCall,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionCall,
     ToolCall,
     ToolDefinition,
 )

@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from penstock.gateway.generation.schemas import INT64, FunctionDefinition, Name
+from penstock.gateway.generation.schemas import (
+    INT64,
+    Name,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionDefinition,
+)
 
 KeepAlive = str | int | float
 

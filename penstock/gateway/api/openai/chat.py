@@ -5,22 +5,22 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.api.openai.chat_calls import ChatCalls
 from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.stored_chat import Keep, StoringRenderer, keeper
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation import thoughts as reasoning
-from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import message_text, strip_parts
-from penstock.gateway.generation.choice import AnyToken, CallPiece, Piece
+from penstock.gateway.generation.choice import AnyToken, Piece
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import logprob_entries, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
@@ -169,6 +169,7 @@ class ChatRenderer(StepsRenderer):
         self._ids = bool(request.return_token_ids)
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._thoughts = not reasoning.asked(request).hidden
+        self._calls = ChatCalls(request.tools)
         self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -216,7 +217,7 @@ class ChatRenderer(StepsRenderer):
                 ids = None
         if piece.citations:
             data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
-        for delta in _call_deltas(piece.calls or ()):
+        for delta in self._calls.deltas(piece.index, piece.calls or (), ended=piece.finish_reason is not None):
             data += self._chunk(piece.index, {"tool_calls": [delta]})
         if piece.finish_reason is not None:
             data += self._chunk(
@@ -251,7 +252,7 @@ class ChatRenderer(StepsRenderer):
                 message |= _thought(thoughts)
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None
-                message["tool_calls"] = [call.body() for call in merge_calls([], calls)]
+                message["tool_calls"] = self._calls.whole(calls)
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message,
@@ -327,27 +328,6 @@ class ChatRenderer(StepsRenderer):
 def continued_text(request: ChatRequest) -> str:
     """The text that the answer continues; empty where it is an answer of its own."""
     return message_text(request.messages[-1], len(request.messages) - 1) if continues(request) else ""
-
-
-def _call_deltas(calls: Iterable[CallPiece]) -> Iterator[dict[str, Any]]:
-    """One for the beginning of a call and one for what follows of its arguments; each goes into a chunk of its own,
-    because clients read the first entry of a chunk only."""
-    arguments: dict[str, Any] | None = None
-    for call in calls:
-        if call.id is not None:
-            if arguments is not None:
-                yield arguments
-                arguments = None
-            about = {"name": call.name, "arguments": ""}
-            yield {"index": call.index, "id": call.id, "type": "function", "function": about}
-        elif arguments is not None and arguments["index"] == call.index:
-            arguments["function"]["arguments"] += call.arguments
-        else:
-            if arguments is not None:
-                yield arguments
-            arguments = {"index": call.index, "function": {"arguments": call.arguments}}
-    if arguments is not None:
-        yield arguments
 
 
 def _thought(text: str) -> dict[str, str]:

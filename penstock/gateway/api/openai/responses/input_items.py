@@ -34,7 +34,15 @@ from penstock.gateway.api.openai.responses.tools import OfferedTools, qualified
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
-from penstock.gateway.generation.schemas import ChatMessage, ChatRequest, FunctionCall, Sampling, ToolCall
+from penstock.gateway.generation.schemas import (
+    ChatMessage,
+    ChatRequest,
+    Sampling,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionCall,
+    ToolCall,
+)
 from penstock.protocol.errors import InvalidRequest
 from penstock.tools import free_text
 

@@ -25,7 +25,13 @@ from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.sampling import first_given
-from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
+from penstock.gateway.generation.schemas import (
+    ChatMessage,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionCall,
+    ToolCall,
+)
 from penstock.gateway.generation.turn import TurnRecorder
 from penstock.protocol.errors import ApiError
 

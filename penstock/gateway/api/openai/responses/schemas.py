@@ -11,7 +11,6 @@ from penstock.gateway.generation.schemas import (
     INT64,
     ChoiceFormat,
     Effort,
-    FunctionDefinition,
     GrammarFormat,
     JsonObjectFormat,
     JsonSchema,
@@ -26,6 +25,9 @@ from penstock.gateway.generation.schemas import (
     SessionId,
     TextFormat,
     ThoughtTokens,
+)
+from penstock.gateway.generation.tool_schemas import (
+    FunctionDefinition,
 )
 
 LOGPROBS = "message.output_text.logprobs"

@@ -23,14 +23,14 @@ from penstock.gateway.api.openai.responses.schemas import (
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
-from penstock.gateway.generation.schemas import (
+from penstock.gateway.generation.tool_schemas import (
     AllowedTools,
-    FreeTextFunction,
     FunctionDefinition,
     FunctionName,
     NamedTool,
     OfferedFunction,
     ToolDefinition,
+    free_text_function,
 )
 from penstock.protocol.errors import InvalidRequest
 from penstock.tools import free_text
@@ -144,13 +144,7 @@ class OfferedTools:
             wanted = given.format
             syntax: free_text.Syntax = wanted.syntax if isinstance(wanted, GrammarText) else "text"
             grammar = wanted.definition if isinstance(wanted, GrammarText) else ""
-            function = FreeTextFunction(
-                name=full,
-                description=description,
-                parameters=free_text.parameters(syntax, grammar),
-                syntax=syntax,
-                grammar=grammar,
-            )
+            function = free_text_function(full, description, syntax, grammar)
         else:
             _, properties, required = _BUILT_IN[kind]
             schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
