@@ -2,12 +2,12 @@
 
 Entries collect while a transaction is under way and are written together in the next one. The start of a charge is
 written after `GATHER_S`, or when a request waits for it, so that a short answer takes one transaction; after `QUICK_S`
-where there are few, so that no first token waits for it. The progress of
-open charges is written with the next transaction, at most `NOTE_S` later: when gateway and engine die together, the
-stored progress is older than that by at most one transaction. While the database is unavailable, or its disk full,
-entries stay queued and are written when it is back; `lag_s` is the age of the oldest. A request that waits for its
-entry fails after `patience_s`, and from then on new charges are refused, before any token exists. So the queue is
-bounded, and no request hangs. When the database is gone or damaged, new charges are refused at once.
+where few charges begin, so that no first token waits for it. The progress of open charges is written with the next
+transaction, at most `NOTE_S` later: when gateway and engine die together, the stored progress is older than that by at
+most one transaction. While the database is unavailable, or its disk full, entries stay queued and are written when it
+is back; `lag_s` is the age of the oldest. A request that waits for its entry fails after `patience_s`, and from then on
+new charges are refused, before any token exists. So the queue is bounded, and no request hangs. When the database is
+gone or damaged, new charges are refused at once.
 
 A database server that is killed takes with it what it had not flushed. So what was written in the last `RECENT_S` is
 kept, and written again after a connection was lost.
@@ -33,10 +33,11 @@ MOST_WAITING = 100_000
 MOST_TOGETHER = 1_000
 RETRY_S = 0.5
 GATHER_S = 0.01
-QUICK_S = 0.002
-"""The same where little is going on: the beginning of a charge is then in the ledger before the first token comes."""
-QUIET_S = 0.02
-"""Little is going on when nothing was written for so long."""
+QUICK_S = 0.001
+"""The same where few charges begin: the beginning is then in the ledger before the first token comes."""
+FEW, FEW_S = 4, 0.02
+"""Few charges begin when there were fewer than `FEW` in the last `FEW_S`. That bounds what their own transactions cost:
+two hundred of them a second. One request after the other, however short, are few."""
 NOTE_S = 0.2
 PATIENCE_S = 5.0
 RECENT_S = 5.0
@@ -66,7 +67,8 @@ class Journal:
         self._interruptions = ledger.interruptions
         self._again = False
         """Whether entries may be queued that were written before."""
-        self._written_at = float("-inf")
+        self._opened: deque[float] = deque(maxlen=FEW)
+        """When the last charges began."""
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._noting: asyncio.TimerHandle | None = None
@@ -120,13 +122,15 @@ class Journal:
         if self._full or self._ledger.problem is not None:
             raise LedgerUnavailable
         written = self._add(charge)
+        self._opened.append(self._clock())
         if self._later is None and not self._wake.is_set():
             self._later = asyncio.get_running_loop().call_later(self._gather_s, self._gathered)
         return written
 
     @property
     def _gather_s(self) -> float:
-        return QUICK_S if self._clock() - self._written_at > QUIET_S else GATHER_S
+        few = len(self._opened) < FEW or self._clock() - self._opened[0] > FEW_S
+        return QUICK_S if few else GATHER_S
 
     def _gathered(self) -> None:
         self._later = None
@@ -234,7 +238,7 @@ class Journal:
         for id, tokens in notes.items():
             if self._progress.get(id) == tokens:
                 del self._progress[id]
-        self._written_at = now = self._clock()
+        now = self._clock()
         while self._recent and self._recent[0][1] < now - RECENT_S:
             self._recent.popleft()
         for _ in range(count):

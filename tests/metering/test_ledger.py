@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.metering import journal as journal_module
 from penstock.metering import ledger as ledger_module
 from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
@@ -241,6 +242,30 @@ class Interrupted(Ledger):
     async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]
         self.written += [text for text, _ in statements]
         return [1] * len(statements)
+
+
+async def test_the_beginning_of_a_charge_is_written_at_once_where_few_begin(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "GATHER_S", 3600.0)
+    now = 0.0
+    journal = Journal(ledger, lambda: now, patience_s=3600.0)
+    journal.start()
+    async with asyncio.timeout(30):
+        for number in range(6):  # one request after the other: none of them waits for others to gather
+            now += journal_module.FEW_S / (journal_module.FEW - 1)
+            one = charge(f"lone-{number}")
+            waits = journal.open(one)
+            now += 2 * journal_module.QUICK_S
+            assert await waits
+            assert await journal.settle(end(one))
+    many = [journal.open(charge(f"many-{number}")) for number in range(journal_module.FEW)]
+    now += journal_module.QUICK_S
+    journal._gathered()
+    assert not journal._wake.is_set() and not any(future.done() for future in many), "these are written together"
+    journal.hurry()
+    assert all(await asyncio.gather(*many))
+    await journal.close()
 
 
 async def test_what_a_killed_database_may_have_forgotten_is_written_again(database: Database) -> None:

@@ -7,6 +7,7 @@ a shard sends another at most its own tokens, and they are at most the step's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.layers.experts import Experts, ExpertSlots
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.transformers.cuts import Exchange
 from penstock.engine.parallel.groups import Group
 
 
@@ -70,3 +72,27 @@ class ExchangedExperts:
         for part, index in zip(torch.split(came, sent), torch.split(token, sent), strict=True):
             total[index] += part
         return total
+
+
+def exchanged_between(group: Group) -> Exchange:
+    """The same for experts that the `transformers` library runs."""
+
+    def exchange(
+        x: Tensor, chosen: Tensor, weights: Tensor, owners: Tensor, own: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        visits = owners.unsqueeze(0) == torch.arange(group.size, device=x.device).view(-1, 1, 1)
+        to, token = visits.any(-1).nonzero(as_tuple=True)
+        counts = torch.bincount(to, minlength=group.size)
+        sizes, sent = group.exchange_counts(counts), counts.tolist()
+        notes = torch.cat((chosen[token].int(), weights[token].float().view(torch.int32)), dim=1)
+        rows, notes = group.exchange(x[token], sent, sizes), group.exchange(notes, sent, sizes)
+        top_k = chosen.shape[1]
+        theirs = notes[:, top_k:].contiguous().view(torch.float32).to(weights.dtype)
+        computed = own(rows, notes[:, :top_k].to(chosen.dtype), theirs)
+        total = torch.zeros_like(x)
+        came = group.exchange(computed, sizes, sent)
+        for part, index in zip(torch.split(came, sent), torch.split(token, sent), strict=True):
+            total[index] += part
+        return total
+
+    return exchange

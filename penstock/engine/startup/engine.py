@@ -148,7 +148,7 @@ def _assemble(
         model=config.name or Path(config.model).name,
         instance=secrets.token_hex(8),
         max_model_len=part.max_model_len,
-        vocab_size=part.model.vocab_size,
+        vocab_size=part.model.vocab_size + (0 if adapters is None else adapters.room),
         block_size=config.block_size,
         num_blocks=allocator.pool.capacity,
         max_running=part.max_running,
@@ -182,7 +182,7 @@ def _assemble(
         )
         if ranks is not None:
             ranks.when_lost.append(engine.exchange.start_over)
-    if ranks is not None and config.expert_parallel:
+    if ranks is not None and config.expert_parallel and not part.model.by_transformers:
         engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
     with phases(executor.phase) if executor.phase else nullcontext():

@@ -284,8 +284,8 @@ def check_deterministic(config: EngineConfig, backend: Backend) -> None:
 def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Refuse what models that the `transformers` library runs do not have."""
     refused = {
-        "expert_parallel": config.expert_parallel,
-        "attention_parallel: data": config.attention_parallel == "data",
+        "expert_copies": config.expert_copies > 0,
+        "rank_restarts, with attention_parallel: data": config.rank_restarts and config.attention_parallel == "data",
     }
     for name, is_set in refused.items():
         if is_set:
@@ -322,13 +322,15 @@ def _by_transformers(
 
     span = shard = sums = None
     if member is not None:
+        from penstock.engine.parallel.dispatch import exchanged_between
         from penstock.engine.parallel.layout import layer_span
 
         place, group = member.place, member.groups.tensor
+        exchange = exchanged_between(group) if group is not None and place.data else None
         span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
         if group is not None:
             sums = member.loading_sums()
-            shard = Shard(place.shard, place.tensor, sums or member.summed, member.least, backend.device)
+            shard = Shard(place.shard, place.tensor, sums or member.summed, member.least, backend.device, exchange)
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"
@@ -345,6 +347,7 @@ def _by_transformers(
         span=span,
         shard=shard,
         alone=config.deterministic,
+        experts=config.expert_parallel,
         progress=lambda fraction: phases.report("weights", fraction),
     )
     if sums is not None:

@@ -7,6 +7,7 @@ from penstock.gateway.api.admin.request_log import OwnRequestsQuery, RequestLogE
 from penstock.gateway.api.admin.traces import TraceEndpoints, TracesQuery
 from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
+from penstock.gateway.api.anthropic.models import ModelsQuery
 from penstock.gateway.api.generation_endpoints import GENERATION
 from penstock.gateway.api.knowledge_endpoints import KNOWLEDGE
 from penstock.gateway.api.ollama_endpoints import OLLAMA
@@ -115,7 +116,7 @@ ENDPOINTS = (
         "Inference",
         query=CacheQuery,
     ),
-    Endpoint("GET", "/v1/models", ModelEndpoints.list_models, "The models served here.", "Models"),
+    Endpoint("GET", "/v1/models", ModelEndpoints.list_models, "The models served here.", "Models", query=ModelsQuery),
     Endpoint("GET", "/v1/models/{model:path}", ModelEndpoints.get_model, "One model.", "Models"),
     Endpoint(
         "POST",

@@ -70,12 +70,14 @@ class GenerationLifecycle:
         try:
             generation.asked_at = monotonic()
             ticket = await self._admissions.enter(exchange, generation, reservation)
-            account = self._accounts.open(exchange, generation, feature=feature)
             if isinstance(ticket, PoolTicket):
                 generation.pools = lambda: ticket.pools
             if not (feature or further):
                 generation.on_submit = attempt.note_replica
-            generation.submit(None if ticket is None or ticket.granted else ticket)
+            try:
+                generation.submit(None if ticket is None or ticket.granted else ticket)
+            finally:  # behind it: the engine need not wait for the books
+                account = self._accounts.open(exchange, generation, feature=feature)
             yield account
         except ClientDisconnected as error:
             generation.fail(error)

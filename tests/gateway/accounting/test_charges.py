@@ -96,7 +96,7 @@ async def test_a_short_stream_takes_one_transaction(
         if accounts.journal._later is not None:  # of the charge before, which was not waited for
             accounts.journal._later.cancel()
             accounts.journal._later = None
-        accounts.journal._written_at = accounts.journal._clock() - 1.0
+        accounts.journal._opened.clear()
         monkeypatch.setattr(journal, "QUICK_S", 0.0)
         charge = Charge("y", "req", "gateway", 1000.0, "acme", "", "", "", "tiny", "", "", 50, 100, 1000, 500, 2000)
         async with asyncio.timeout(2.0):

@@ -14,6 +14,12 @@ Span = tuple[int, int]
 """First and one past the last."""
 
 
+Exchange = Callable[[Tensor, Tensor, Tensor, Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
+"""Called with tokens [T, hidden], the experts chosen for each, their weights and owners [T, k], and what a shard
+computes of tokens, experts and weights that come to it. Returns the sums for the shard's own tokens. All shards call it
+together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One shard of several."""
@@ -25,14 +31,15 @@ class Shard:
     agree: Callable[[int], int]
     """The smallest number that any rank names, when all have come so far; raises what another one has failed with."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    exchange: Exchange | None = None
+    """Where each shard has tokens of its own: takes them to the experts of others and back."""
 
     def span(self, size: int) -> Span:
         part = size // self.count
         return self.index * part, (self.index + 1) * part
 
     def any(self, flags: list[bool]) -> list[bool]:
-        """Which of the flags some shard has set."""
-        self.agree(0)  # one that has failed would be waited for
+        """Which of the flags some shard of this stage has set."""
         total = self.sum(torch.tensor([flags], dtype=torch.float32, device=self.device))
         return [bool(one > 0) for one in total[0].tolist()]
 
@@ -48,6 +55,8 @@ class Cuts:
         """Of linears cut by inputs."""
         self.heads: dict[int, HeadPart] = {}
         """By attention call, or by layer of the cache (from 0 in this stage): which heads are the shard's."""
+        self.experts: dict[str, Span] = {}
+        """Of modules of experts: which are the shard's."""
         self.paged = False
         """Whether `heads` are those of attention calls, with the engine's attention."""
 

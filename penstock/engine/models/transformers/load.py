@@ -36,6 +36,7 @@ from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.cuts import Cuts, Shard
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
+from penstock.engine.models.transformers.experts import divide_experts, find_experts, has_experts
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
 from penstock.engine.models.transformers.interface import register, use
 from penstock.engine.models.transformers.linears import (
@@ -46,10 +47,10 @@ from penstock.engine.models.transformers.linears import (
     shapes_by_layer,
 )
 from penstock.engine.models.transformers.read import Reduce, read_model
-from penstock.engine.models.transformers.shards import find_cuts
+from penstock.engine.models.transformers.shards import CLOSE, find_cuts
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
-from penstock.errors import CheckpointError, ReplicaLost
+from penstock.errors import CheckpointError, ConfigError, ReplicaLost
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,13 @@ def load_decoder(
     span: tuple[int, int] | None = None,
     shard: Shard | None = None,
     alone: bool = False,
+    experts: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
     """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
     and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run. `span`: the
     layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer. `alone`: in
-    deterministic mode, tokens are computed one by one."""
+    deterministic mode, tokens are computed one by one. `experts`: it must have some that shards divide."""
     report = progress or (lambda fraction: None)
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
@@ -101,11 +103,11 @@ def load_decoder(
     )
     for cut in (Way.PAGED, Way.OWN):
         try:
-            return load(alone, report, cut=cut)
+            return load(alone, experts, report, cut=cut)
         except _PartsDiffer as error:
             log.warning("tensor_parallel: %s models cannot be divided with %s: %s", config.family, cut.value, error)
     log.warning("tensor_parallel: every shard has this %s model whole", config.family)
-    return load(alone, report, cut=Way.WHOLE)
+    return load(alone, experts, report, cut=Way.WHOLE)
 
 
 def _read_and_load(
@@ -121,6 +123,7 @@ def _read_and_load(
     span: tuple[int, int] | None,
     shard: Shard | None,
     alone: bool,
+    experts: bool,
     report: Callable[[float], None],
     *,
     cut: Way,
@@ -161,6 +164,7 @@ def _read_and_load(
             staged,
             shard,
             alone,
+            experts,
             report,
             cut=cut,
         )
@@ -181,6 +185,7 @@ def _load(
     staged: bool,
     shard: Shard | None,
     alone: bool,
+    experts: bool,
     report: Callable[[float], None],
     *,
     cut: Way,
@@ -198,14 +203,14 @@ def _load(
     comparison = None if late else _compared(model, body, config, at)
     cuts = None
     if shard is not None:
-        cuts = Cuts(shard)
-        if cut is not Way.WHOLE:
-            paged = cut is Way.PAGED
-            cuts = find_cuts(model, body, config.family, config.num_layers, shard, dtype, paged=paged)
+        if experts and not has_experts(body.base, config.num_layers):
+            raise ConfigError("expert_parallel: this model has no experts that could be divided; leave it out")
+        cuts = _cuts(model, body, config, shard, dtype, cut, alone=alone)
     modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
     reader = WeightReader(modules, backend, dtype, quantize if as_stored is None else None)
     linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
-    if shard is not None:
+    if cuts is not None and shard is not None:
+        divide_experts(model, cuts)
         model.to(device)
         shard.agree(0)  # what follows is summed over shards: one that has failed would be waited for
     comparison = comparison or _compared(model, body, config, device)
@@ -216,15 +221,20 @@ def _load(
     def check(hidden: HiddenStates) -> None:
         comparison.check(hidden, None if staged else head, dtype, device, rounded=rounds)
 
+    differs: CheckpointError | None = None
     try:
         hidden = _first_that_fits(body, config, backend, dtype, check, alone=alone, cuts=cuts)
+        if cuts is not None and cuts.experts and cuts.shard.exchange and not isinstance(hidden, PackedPass):
+            # Sequence by sequence, shards would not meet at the same experts.
+            raise refusal(config, "it does not run with the engine's attention")
     except CheckpointError as error:
         if shard is None or cut is Way.WHOLE:
             raise
-        shard.agree(0)
-        raise _PartsDiffer(str(error)) from error
-    if shard is not None and cut is not Way.WHOLE and not shard.agree(1):
-        raise _PartsDiffer("another rank's part differs")
+        differs = error
+    if shard is not None and cut is not Way.WHOLE:
+        failed = shard.any([differs is not None])[0]
+        if not shard.agree(int(not failed)):  # all ranks try again, or none
+            raise _PartsDiffer(str(differs or "another rank's part differs")) from differs
     embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
     stage = body if isinstance(body, StageBody) else None
@@ -243,6 +253,24 @@ def _load(
         cuts=cuts,
         final_width=config.hidden_size if head_linear is None else head_linear.in_features,
     )
+
+
+def _cuts(
+    model: Any, body: Body, config: ModelConfig, shard: Shard, dtype: torch.dtype, cut: Way, *, alone: bool
+) -> Cuts:
+    """What this shard has of a model that is still whole."""
+    if cut is Way.WHOLE:
+        return Cuts(shard)
+    if shard.exchange is None:
+        cuts = find_cuts(model, body, config.family, config.num_layers, shard, dtype, paged=cut is Way.PAGED)
+    else:  # layers are whole, and experts too where shards would not meet at them
+        cuts = Cuts(shard)
+        if cut is Way.OWN or alone:
+            log.warning("attention_parallel: every shard has the experts of this %s model whole", config.family)
+            return cuts
+        shard.agree(0)
+    cuts.experts = find_experts(model, shard, config.family, CLOSE[dtype])
+    return cuts
 
 
 def _compared(model: Any, body: Body, config: ModelConfig, device: torch.device) -> Comparison:

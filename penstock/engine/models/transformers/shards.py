@@ -26,7 +26,7 @@ from penstock.engine.models.transformers.survey import TOKENS
 
 log = logging.getLogger(__name__)
 
-_CLOSE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+CLOSE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """How far what a shard's part computes may be from the same of the whole: both sum the same numbers."""
 
 
@@ -39,6 +39,7 @@ def find_cuts(
     cuts, reason = Cuts(shard), "its linears do not feed each other part by part"
     found: dict[int, LayerCuts] = {}
     own: dict[int, nn.Module] = {}
+    shard.agree(0)  # what follows is done together: one that has failed would be waited for
     try:
         own, found = _by_layer(body, layers, shard.count)
     except (KeyboardInterrupt, MemoryError, CannotDivide) as error:
@@ -50,7 +51,7 @@ def find_cuts(
     if any(shard.any([not found])):  # none goes on where one cannot
         found = {}
     if found:
-        settled = settle(body, own, found, shard.index, shard.count, shard.any, _CLOSE[dtype], paged=paged)
+        settled = settle(body, own, found, shard.index, shard.count, shard.any, CLOSE[dtype], paged=paged)
         cuts.heads, cuts.paged = settled.heads, settled.paged
         paths = {module: name for name, module in model.named_modules()}
         for index, kept in settled.layers.items():

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.accounting.request_limits import CapName
+from penstock.gateway.api.anthropic.models import from_anthropic, model_info, page
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
@@ -57,10 +58,13 @@ class ModelEndpoints:
             for name in self._registry.stand_ins
             if permissions.exists(caller, name)
         ]
-        await exchange.reply_json({"object": "list", "data": data})
+        listing = page(exchange, data) if from_anthropic(exchange) else {"object": "list", "data": data}
+        await exchange.reply_json(listing)
 
     async def get_model(self, exchange: Exchange) -> None:
-        await exchange.reply_json(self._described(exchange.caller, exchange.path.removeprefix("/v1/models/")))
+        anthropic = from_anthropic(exchange)
+        found = self._described(exchange.caller, exchange.path.removeprefix("/v1/models/"))
+        await exchange.reply_json(model_info(found) if anthropic else found)
 
     def _described(self, caller: Caller, name: str) -> dict[str, Any]:
         if name in self._encoders and self._encoders.allows(caller.access, name):
