@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -50,6 +51,34 @@ def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> No
         assert set(ranks(server.children()["engine"])).isdisjoint(before)
     finally:
         server.close()
+
+
+@pytest.mark.slow
+def test_with_rank_restarts_a_killed_rank_is_replaced_alone() -> None:
+    settings = ("models.0.rank_restarts=1", "generation.time_limit_s=300")
+    server = Server("--tensor-parallel", "3", *(word for setting in settings for word in ("--set", setting)))
+    try:
+        server.wait_for("curl http")
+        engine = server.children()["engine"]
+        first, second = ranks(engine)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.ask, timeout_s=180, max_tokens=40, ignore_eos=True)
+            assert eventually(lambda: running_requests(server) == 1)
+            os.kill(first, signal.SIGKILL)
+            server.wait_for("is gone (killed by SIGKILL); it is started again")
+            reply = answer.result(180)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] == 40
+        assert "Paris" in server.ask().json()["choices"][0]["message"]["content"]
+        assert server.children()["engine"] == engine, "it is the same process"
+        now = ranks(engine)
+        assert len(now) == 2 and second in now and first not in now
+    finally:
+        server.close()
+
+
+def running_requests(server: Server) -> float:
+    return count(httpx.get(f"{server.url}/metrics", timeout=30).text, "vllm:num_requests_running")
 
 
 @pytest.mark.slow
