@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.adapters.spec import ADAPTER_FAILED, ADAPTER_UNKNOWN, NO_ADAPTERS
-from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Delta
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, Delta
 from penstock.protocol.errors import (
     ApiError,
     Draining,
@@ -35,6 +35,8 @@ def error_of(delta: Delta) -> ApiError:
         return Overloaded(message, retry_after=2.0)
     if message.startswith(GRAMMAR_REFUSED):
         return InvalidRequest(message[:1].upper() + message[1:], code="unsupported_grammar")
+    if message.startswith(TOKENS_UNKNOWN):
+        return InvalidRequest(f"{_sentence(message)}.", param="prompt")
     return ServerError(message)
 
 

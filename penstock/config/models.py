@@ -233,6 +233,10 @@ class ModelConfig:
         "device memory is reserved for them in every slot. When not set, those of the listed adapters in local "
         "folders, and at least 64; on CPU any number.", least=0, example="128256",
     )  # fmt: skip
+    adapter_tokens: int | None = setting(
+        None, doc="Tokens that an adapter may add to the model's vocabulary. When not set, those of the listed "
+        "adapters in local folders.", least=0, most=65536, example="16",
+    )  # fmt: skip
 
     trust_remote_code: tuple[str, ...] = setting(
         (), doc="Checkpoints whose own modelling code may run, by name: this folder or repository. Needs "

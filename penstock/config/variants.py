@@ -23,6 +23,7 @@ BESIDES = (
         "adapter_rank",
         "adapter_experts",
         "adapter_rows",
+        "adapter_tokens",
         "watchdog_s",
         "stream_interval_s",
         "time_slice",

@@ -12,7 +12,7 @@ from penstock.engine.adapters.spec import NO_ADAPTERS
 from penstock.engine.grammar import progress
 from penstock.engine.grammar.constraints import Constraints
 from penstock.engine.grammar.interface import TokenMatcher
-from penstock.engine.request import QUEUE_FULL, Delta, Request
+from penstock.engine.request import QUEUE_FULL, TOKENS_UNKNOWN, Delta, Request
 from penstock.engine.scheduler import Scheduler
 
 
@@ -75,15 +75,18 @@ class Admission:
         prompt = request.prompt + request.produced if request.produced else request.prompt
         if len(prompt) >= window:
             return f"the prompt has {len(prompt)} tokens; with at least one to generate, at most {window - 1} fit"
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            return f"token ids must be between 0 and {self._vocab_size - 1}"
+        # Behind the model's own tokens come those of adapters.
+        room = 0 if request.adapter or scheduler.adapters is None else scheduler.adapters.room
+        size = self._vocab_size - room
+        if min(prompt) < 0 or max(prompt) >= size:
+            return f"{TOKENS_UNKNOWN}: token ids must be between 0 and {size - 1}"
         params = request.params
         words = (token for word in params.bad_words for token in word)
         ids = (*params.stop_token_ids, *params.logit_bias, *params.allowed_token_ids, *words)
         if params.thought is not None:
             ids += params.thought.tokens
-        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
-            return f"stop, allowed, forbidden and bias token ids must be between 0 and {self._vocab_size - 1}"
+        if ids and (min(ids) < 0 or max(ids) >= size):
+            return f"{TOKENS_UNKNOWN}: stop, allowed, forbidden and bias token ids must be between 0 and {size - 1}"
         if request.adapter:
             adapters = scheduler.adapters
             problem = NO_ADAPTERS if adapters is None else adapters.problem(request.adapter, now)

@@ -143,6 +143,9 @@ class EngineConfig:
     """Rows of embedding and head that an adapter may replace, each; device memory is reserved for them in every slot.
     Not set: those of the `adapters` that are folders on this machine, and at least 64; on CPU, where nothing is
     reserved, any number."""
+    adapter_tokens: int | None = None
+    """Tokens that an adapter may have behind the model's vocabulary. Not set: those of the `adapters` that are folders
+    on this machine."""
 
     role: Role = "both"
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""

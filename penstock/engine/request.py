@@ -24,6 +24,8 @@ EngineState = Literal["awake", "drowsy", "sleeping", "waking"]
 QUEUE_FULL = "the engine's queue is full"
 """How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
 
+TOKENS_UNKNOWN = "the request has unknown tokens"
+"""How `Delta.error` begins when a prompt or a parameter has a token that the model, or its adapter, does not have."""
 GRAMMAR_REFUSED = "the grammar cannot be used"
 """How `Delta.error` begins when the request's own grammar is the cause."""
 

@@ -14,7 +14,7 @@ import penstock
 from penstock.backends.base import Backend
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.identity.access import Access
 from penstock.identity.labels import OF_OWN, Demand, Requirement
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
@@ -22,6 +22,7 @@ from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.remotes import RemoteModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
+from penstock.text.adapter_text import AdapterTexts
 
 
 class AnsweringModel(Protocol):
@@ -79,6 +80,10 @@ class ServedModel:
     """Configured LoRA adapters, until the engine reports its own list."""
     adapter_owners: Mapping[str, str] = field(default_factory=dict)
     """The tenants that alone may use configured adapters."""
+    adapter_sources: Mapping[str, str] = field(default_factory=dict)
+    """Where configured adapters are."""
+    adapter_texts: AdapterTexts | None = None
+    """Tokenizers and templates that adapters bring; None: theirs are this model's."""
     fallback: tuple[str, ...] = ()
     """Models that answer when this one cannot, in order."""
     autoscaled: bool = False
@@ -145,12 +150,26 @@ class ServedModel:
         )
 
     def adapted(self, access: Access) -> list[ServedModel]:
-        """The same model with each of its adapters that exist for a caller."""
-        found = map(self.with_adapter, self.adapter_names)
+        """The same model with each of its adapters that exist for a caller, to be listed: no text of theirs is read."""
+        found = map(self._named, self.adapter_names)
         return [model for model in found if model.allowed(access)]
 
     def with_adapter(self, name: str) -> ServedModel:
-        """The same model, tokenizer and engine with an adapter."""
+        """The same model and engine with an adapter, and with the tokenizer and the template that this brings."""
+        model = self._named(name)
+        if self.adapter_texts is not None:
+            try:
+                model.text = self.adapter_texts.of(self.adapter_source(name))
+            except CheckpointError as error:
+                raise InvalidRequest(f"The adapter `{name}` cannot be used: {error}", param="model") from error
+        return model
+
+    def adapter_source(self, name: str) -> str:
+        """Where an adapter is; empty: not known."""
+        status = (self.backend.adapters or {}).get(name)
+        return self.adapter_sources.get(name, "") if status is None else status.source
+
+    def _named(self, name: str) -> ServedModel:
         return dataclasses.replace(
             self, name=name, adapter=name, base=self.name, aliases=(), base_aliases=self.aliases, adapters=()
         )

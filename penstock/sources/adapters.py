@@ -32,6 +32,16 @@ def resolve_adapter(source: str) -> Path:
     return resolve(source)
 
 
+def adapter_folder(source: str) -> Path | None:
+    """The adapter's folder, if it is on this machine: nothing is fetched."""
+    from penstock.sources.resolve import cached
+
+    if not source or source.startswith("s3://"):
+        return None  # of a bucket only configuration and weights are fetched
+    folder = cached(source) if _is_remote(source) else Path(source).expanduser()
+    return folder if folder is not None and folder.is_dir() else None
+
+
 def check_adapter(source: str) -> None:
     """Raises for a folder that does not exist; what can be fetched is not looked up."""
     if not _is_remote(source) and not Path(source).expanduser().is_dir():

@@ -89,7 +89,7 @@ def _from_folder(folder: Path) -> TextModel:
     config = {**config, **(inner if isinstance(inner, dict) else {})}
     settings = _json(folder / "tokenizer_config.json")
     tokenizer = read_tokenizer(folder)
-    special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    special = special_tokens(folder)
     ends: list[int] = []
     generation = _json(folder / "generation_config.json")
     for source in (generation, config):
@@ -106,6 +106,17 @@ def _from_folder(folder: Path) -> TextModel:
         context_length=config.get("max_position_embeddings"),
         sampling=from_generation_config(generation, str(folder / "generation_config.json")),
     )
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """How the special tokens that templates ask for are spelled; empty where there is none."""
+    settings = _json(folder / "tokenizer_config.json")
+    return {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+
+
+def own_templates(folder: Path) -> dict[str, str]:
+    """The chat templates in a folder, by name."""
+    return _templates(folder, _json(folder / "tokenizer_config.json"))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

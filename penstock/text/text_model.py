@@ -73,6 +73,26 @@ class TextModel:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         """All ids that end an answer, the most common first."""
 
+    def adapted(
+        self, tokenizer: Tokenizer | None, templates: Mapping[str, str], special: Mapping[str, str]
+    ) -> TextModel:
+        """The same with what an adapter brings: a tokenizer, chat templates by name, spellings of special tokens."""
+        used = self._tokenizer if tokenizer is None else tokenizer
+        end = special.get("eos_token", "")
+        token = used.token_to_id(end) if end else None
+        template = self._template
+        if templates:
+            known = {} if template is None else template.variables
+            template = ChatTemplate(templates, {**known, **{name: text for name, text in special.items() if text}})
+        return TextModel(
+            used,
+            template=template,
+            eos_token_ids=(*(() if token is None else (token,)), *self.eos_token_ids),
+            vocab_size=max(self.vocab_size, used.get_vocab_size()),
+            context_length=self.context_length,
+            sampling=self.sampling,
+        )
+
     # --- text to ids
 
     def encode(

@@ -91,7 +91,7 @@ class EndTensors:
             vocabulary, first = _vocabulary(site), site.end == "embedding"
             ids, values = torch.empty(0, dtype=torch.int64), torch.empty(0, _hidden(site))
             span = (0, vocabulary) if first else self._span(index)
-            matrix, trained = self._whole(module, site, tensors, hashed)
+            matrix, trained = self._whole(module, site, tensors, hashed, tied)
             if matrix is not None:
                 ids, values = self._changed(module, site, matrix, span, trained)
             named, trained_rows = self._tokens(module, site, tensors, hashed, tied)
@@ -118,7 +118,7 @@ class EndTensors:
         """PEFT saves every module that it was told to train."""
         for module in self.ends:
             named = any(module.endswith(name) for name in self.config.saved)
-            if named and (module, "saved") not in self._keys:
+            if named and not {(module, "saved"), (module, "base")} & self._keys.keys():
                 raise CheckpointError(f"{CONFIG}: modules_to_save has {module}, and {self.file} does not")
         rows = self.config.token_rows
         for name, tokens in rows.items():
@@ -135,7 +135,7 @@ class EndTensors:
         return first, last
 
     def _whole(
-        self, module: str, site: Site, tensors: Any, hashed: Callable[[str, Tensor], None]
+        self, module: str, site: Site, tensors: Any, hashed: Callable[[str, Tensor], None], tied: bool
     ) -> tuple[Tensor | None, bool]:
         """The matrix of an end, and whether it was trained."""
         saved = self._keys.get((module, "saved"))
@@ -152,7 +152,10 @@ class EndTensors:
         self.check_tokens(module, site, shape[0])
         matrix: Tensor = tensors.get_tensor(key)
         hashed(f"{module} whole", matrix)
-        return matrix, saved is not None and any(self._paths[module].endswith(name) for name in self.config.saved)
+        # Of a tied pair that is trained as one, the other is saved too.
+        paths = list(self._paths.values()) if tied and self.config.tied else [self._paths[module]]
+        trained = any(path.endswith(name) for path in paths for name in self.config.saved)
+        return matrix, trained
 
     def check_tokens(self, module: str, site: Site, count: int) -> None:
         """Refuse more tokens than there is room for."""
@@ -187,7 +190,7 @@ class EndTensors:
     ) -> tuple[Tensor, Tensor]:
         """Tokens whose rows were trained one by one, ascending, and these rows."""
         key, of = self._keys.get((module, "tokens")), module
-        if key is None and tied and site.end == "head" and (module, "saved") not in self._keys:
+        if key is None and tied and site.end == "head":
             # What an embedding has of such rows its tied head has too, unless it has some of its own.
             for other, index in self.ends.items():
                 if self.cut.whole.sites[index].end == "embedding":

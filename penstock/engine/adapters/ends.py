@@ -17,20 +17,28 @@ from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
 from penstock.engine.adapters.layout import EMBEDDING, HEAD, AdapterLayout, PlacedSite
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.layers.linear import Linear, Scaled, SoftCapped
+from penstock.engine.models.layers.linear import Linear, Scaled, SoftCapped, shaped
+from penstock.engine.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAdapters:
-    """See `Decoder.embedded`."""
+    """See `EmbeddedTokens`."""
 
     kernel: LoraKernel
     placed: PlacedSite
 
+    def known(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self.kernel.rows is None else self.kernel.rows.known(token_ids)
+
     def __call__(self, token_ids: Tensor, stream: Tensor) -> None:
-        if self.kernel.rows is not None:
-            self.kernel.rows.replace_embedding(token_ids, stream)
-        self.kernel.add_embedding(token_ids, stream, self.placed)
+        rows = self.kernel.rows
+        if rows is None:
+            self.kernel.add_embedding(token_ids, stream, self.placed)
+            return
+        rows.replace_embedding(token_ids, stream)
+        self.kernel.add_embedding(rows.known(token_ids), stream, self.placed)
+        rows.replace_embedding(token_ids, stream, added=True)
 
 
 class AdaptedHead(AdaptedLinear):
@@ -45,15 +53,26 @@ class AdaptedHead(AdaptedLinear):
 
 
 class BoundedHead:
-    """A head, then no logits for the tokens that a row's adapter does not have."""
+    """A head, then logits for those tokens that each row's adapter has, and no others."""
 
-    def __init__(self, base: Linear, rows: RowBank) -> None:
-        self.base = base
-        self.weight_bytes = base.weight_bytes
+    weight_bytes = 0
+
+    def __init__(self, base: Linear, rows: RowBank, config: ModelConfig) -> None:
+        self._base = base
         self._rows = rows
+        self._shaped = shaped(_AsGiven(), config.logit_scale, config.logit_softcap)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._rows.bound_logits(self.base(x))
+        return self._rows.bound_logits(x, self._base(x), self._shaped)
+
+
+class _AsGiven:
+    """Stands for a head, in what a family does to logits."""
+
+    weight_bytes = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
 
 
 def adapt_ends(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decoder:

@@ -24,6 +24,7 @@ from penstock.engine.adapters.spec import (
     name_problem,
 )
 from penstock.engine.kv.block_hash import root_name
+from penstock.engine.request import TOKENS_UNKNOWN
 from penstock.engine.sequence import Sequence
 from penstock.errors import ConfigError
 
@@ -31,6 +32,7 @@ PATIENCE_S = 1.0
 MOVES_PER_STEP = 2
 """Copies into slots between two steps: bounds how long running sequences are delayed."""
 _LOADER_WAIT_S = 0.002
+_NO_TOKEN = f"{TOKENS_UNKNOWN}: the adapter does not have all of the prompt's; it has those up to"
 
 
 class AdapterPool:
@@ -44,15 +46,20 @@ class AdapterPool:
         slots: int,
         host_slots: int,
         dropped: Callable[[LoadedAdapter], None] | None = None,
+        vocabulary: int = 0,
+        room: int = 0,
     ) -> None:
-        """`dropped` is called with adapters that leave host memory."""
+        """`dropped` is called with adapters that leave host memory. `vocabulary`, `room`: the model's tokens, and those
+        that adapters may have behind them."""
+        self.room = room
+        self._vocabulary = vocabulary
         self.slots = SlotTable(slots)
         self.registry = AdapterRegistry(specs, read, host_slots, self._drop)
         self._dropped = dropped
         self._entries: dict[Sequence, AdapterEntry] = {}
         """The entry that each sequence with an adapter holds."""
         self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
-        self._lost: list[Sequence] = []
+        self._lost: list[tuple[Sequence, str]] = []
         self._since: dict[Sequence, float] = {}
         """When each waiting sequence first found no slot; the first entry has waited longest."""
 
@@ -124,11 +131,14 @@ class AdapterPool:
             return True
         entry = self.registry.get(seq.request.adapter)
         if entry is None:  # unloaded after the request was accepted
-            self._lost.append(seq)
+            self._lost.append((seq, f"{ADAPTER_UNKNOWN} {seq.request.adapter!r} any more"))
             return False
         if entry.adapter is None:
             entry.waiting[seq] = None
             self.registry.want(entry)
+            return False
+        if not self._has_tokens(seq, entry.adapter):
+            self._lost.append((seq, f"{_NO_TOKEN} {self._vocabulary - 1}, and of its own"))
             return False
         self._give(seq, entry)
         return True
@@ -210,12 +220,15 @@ class AdapterPool:
                 self.slots.pin(entry.adapter, True)
             waiting, entry.waiting = entry.waiting, {}
             for seq in waiting:
-                self._give(seq, entry)
-            ready.extend(waiting)
+                if self._has_tokens(seq, entry.adapter):
+                    self._give(seq, entry)
+                    ready.append(seq)
+                else:
+                    self._lost.append((seq, f"{_NO_TOKEN} {self._vocabulary - 1}, and of its own"))
         if outcome.ready or outcome.failed:
             self.registry.start_loads()
         failed = [(seq, f"{ADAPTER_FAILED}: {why}") for seq, why in outcome.failed]
-        failed += [(seq, f"{ADAPTER_UNKNOWN} {seq.request.adapter!r} any more") for seq in self._lost]
+        failed += self._lost
         self._lost.clear()
         return ready, failed
 
@@ -252,6 +265,12 @@ class AdapterPool:
         assert not self.slots.in_use, f"{len(self.slots.in_use)} slots leaked"
         assert not self._entries and not self._slotless and not self._since and not self._lost, "a sequence is kept"
         assert not any(entry.users or entry.waiting for entry in self.registry), "an adapter has users"
+
+    def _has_tokens(self, seq: Sequence, adapter: LoadedAdapter) -> bool:
+        """Whether it has those of the request that are behind the model's vocabulary."""
+        if not self.room or max(seq.tokens) < self._vocabulary:
+            return True
+        return adapter.rows is not None and adapter.rows.has(seq.tokens, self._vocabulary)
 
     def _give(self, seq: Sequence, entry: AdapterEntry) -> None:
         assert entry.adapter is not None

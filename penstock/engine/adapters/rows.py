@@ -4,10 +4,13 @@ What differs from the model's own matrices is kept row by row, in every slot. A 
 launched from the host, which knows the tokens of each slot: it computes what the model does, then writes over the
 stream of such tokens and over the logits of such rows. Recorded and captured steps contain none of this. On a device
 with memory of its own, slots have room for a number of rows that was reserved when the engine started.
+
+Tokens of an adapter's own come behind the model's vocabulary. Logits are then wider, and -inf there for all others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +42,11 @@ class EndRows:
     tokens: int | None = None
     """How many tokens its head has, where these are not the model's: the others have no logits."""
 
+    def has(self, tokens: Iterable[int], vocabulary: int) -> bool:
+        """Whether it has rows for all of these that are behind the model's vocabulary."""
+        behind = {token for token in tokens if token >= vocabulary}
+        return not behind or (self.embedding is not None and behind <= set(self.embedding.ids.tolist()))
+
     def pinned(self) -> EndRows:
         embedding, head, added = (
             None if rows is None else rows.pinned() for rows in (self.embedding, self.head, self.added)
@@ -55,6 +63,8 @@ class _Held:
     rows: Tensor | None = None
     head_ids: Tensor | None = None
     head_rows: Tensor | None = None
+    added_ids: Tensor | None = None
+    added_rows: Tensor | None = None
     tokens: int | None = None
 
 
@@ -70,48 +80,51 @@ class RowBank:
         device: torch.device,
         *,
         most: int | None = None,
+        room: int = 0,
         one_by_one: bool = False,
     ) -> None:
         """`most`: rows of each end that a slot has room for; None: the device's memory is the host's, where adapters
-        are. `one_by_one`: what a token gets does not depend on the others of its step."""
+        are. `room`: tokens that adapters may have behind the vocabulary. `one_by_one`: what a token gets does not
+        depend on the others of its step."""
         self.most = most
         self._held: list[_Held | None] = [None] * slots
-        self._vocabulary = vocabulary
+        self._vocabulary, self.room = vocabulary, room
         self._device = device
         self._one_by_one = one_by_one
         self._groups: list[tuple[_Held, Tensor]] = []
         self._head_groups: list[tuple[_Held, Tensor]] = []
-        self._rows = self._head_rows = self._tables = self._head_ids = None
+        self._rows = self._head_rows = self._tables = self._ids = self._added_rows = None
         if most is not None:
             self._rows, self._head_rows = torch.empty(2, slots, most, hidden, dtype=dtype, device=device)
-            self._tables = torch.empty(slots, vocabulary, dtype=torch.int32, device=device)
-            self._head_ids = torch.empty(slots, most, dtype=torch.int64, device=device)
+            self._added_rows = torch.empty(slots, room, hidden, dtype=dtype, device=device)
+            self._tables = torch.empty(slots, vocabulary + room, dtype=torch.int32, device=device)
+            self._ids = [torch.empty(slots, n, dtype=torch.int64, device=device) for n in (most, most, room)]
 
     def put(self, slot: int, ends: EndRows | None) -> None:
         """Bring what an adapter replaces into a slot."""
         if ends is None:
             self._held[slot] = None
             return
-        table = rows = head_ids = head_rows = None
+        table = rows = head_ids = head_rows = added_ids = added_rows = None
         if ends.embedding is not None:
             if self._tables is None:
-                table = torch.empty(self._vocabulary, dtype=torch.int32, device=self._device)
+                table = torch.empty(self._vocabulary + self.room, dtype=torch.int32, device=self._device)
             else:
                 table = self._tables[slot]
-            ids, rows = self._moved(ends.embedding, slot, self._head_ids, self._rows)
+            ids, rows = self._moved(ends.embedding, slot, 0, self._rows)
             table.fill_(-1)
             table.index_copy_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=self._device))
         if ends.head is not None:
-            head_ids, head_rows = self._moved(ends.head, slot, self._head_ids, self._head_rows)
-        self._held[slot] = _Held(table, rows, head_ids, head_rows, ends.tokens)
+            head_ids, head_rows = self._moved(ends.head, slot, 1, self._head_rows)
+        if ends.added is not None:
+            added_ids, added_rows = self._moved(ends.added, slot, 2, self._added_rows)
+        self._held[slot] = _Held(table, rows, head_ids, head_rows, added_ids, added_rows, ends.tokens)
 
-    def _moved(
-        self, kept: ReplacedRows, slot: int, all_ids: Tensor | None, all_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if all_ids is None or all_rows is None:
+    def _moved(self, kept: ReplacedRows, slot: int, part: int, all_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._ids is None or all_rows is None:
             return kept.ids, kept.values
         count = len(kept.ids)
-        ids, rows = all_ids[slot, :count], all_rows[slot, :count]
+        ids, rows = self._ids[part][slot, :count], all_rows[slot, :count]
         ids.copy_(kept.ids, non_blocking=True)
         rows.copy_(kept.values, non_blocking=True)
         return ids, rows
@@ -136,14 +149,23 @@ class RowBank:
                 found.append((held, torch.from_numpy(np.flatnonzero(slots == slot)).to(self._device)))
         return found
 
-    def replace_embedding(self, token_ids: Tensor, stream: Tensor) -> None:
-        """Write over the initial residual stream of tokens whose rows are replaced."""
+    def known(self, token_ids: Tensor) -> Tensor:
+        """Ids that the model's own embedding has, in place of those behind it."""
+        return token_ids.clamp(max=self._vocabulary - 1) if self.room and self._groups else token_ids
+
+    def replace_embedding(self, token_ids: Tensor, stream: Tensor, *, added: bool = False) -> None:
+        """Write over the initial residual stream of tokens whose rows are replaced; `added`: only of those behind the
+        vocabulary."""
+        if added and not self.room:
+            return
         for held, tokens in self._groups:
             if held.table is None or held.rows is None:
                 continue
-            at = held.table[token_ids[tokens]]
+            ids = token_ids[tokens]
+            at = held.table[ids]
             replaced = held.rows[at.clamp(min=0)].to(stream.dtype)
-            stream[tokens] = torch.where((at >= 0).unsqueeze(1), replaced, stream[tokens])
+            chosen = (at >= 0) & (ids >= self._vocabulary) if added else at >= 0
+            stream[tokens] = torch.where(chosen.unsqueeze(1), replaced, stream[tokens])
 
     def replace_logits(self, x: Tensor, y: Tensor) -> None:
         """Write over logits `y`, before what a family does to them, whose rows of the head are replaced. `x`: what the
@@ -151,13 +173,25 @@ class RowBank:
         for held, tokens in self._head_groups:
             if held.head_ids is None or held.head_rows is None:
                 continue
-            read, by = x[tokens].to(held.head_rows.dtype), held.head_rows.t()
-            pieces = torch.split(read, 1) if self._one_by_one else (read,)
-            logits = torch.cat([piece @ by for piece in pieces]).to(y.dtype)
-            y[tokens.unsqueeze(1), held.head_ids] = logits
+            y[tokens.unsqueeze(1), held.head_ids] = self._products(x[tokens], held.head_rows).to(y.dtype)
 
-    def bound_logits(self, y: Tensor) -> Tensor:
-        """Take from all logits, at last, those of tokens that an adapter does not have."""
+    def _products(self, x: Tensor, rows: Tensor) -> Tensor:
+        read, by = x.to(rows.dtype), rows.t()
+        pieces = torch.split(read, 1) if self._one_by_one else (read,)
+        return torch.cat([piece @ by for piece in pieces])
+
+    def bound_logits(self, x: Tensor, y: Tensor, shaped: Callable[[Tensor], Tensor]) -> Tensor:
+        """Take from all logits `y`, at last, those of tokens that an adapter does not have, and put those of its own
+        behind them, as `shaped` gives these what a family does to logits."""
+        wide = y
+        if any(held.added_ids is not None for held, _ in self._head_groups):
+            wide = y.new_full((len(y), y.shape[1] + self.room), float("-inf"))
+            wide[:, : y.shape[1]] = y
+            for held, tokens in self._head_groups:
+                if held.added_ids is not None and held.added_rows is not None:
+                    logits = shaped(self._products(x[tokens], held.added_rows).float())
+                    wide[tokens.unsqueeze(1), held.added_ids] = logits.to(wide.dtype)
+            y = wide
         for held, tokens in self._head_groups:
             if held.tokens is not None and held.tokens < y.shape[1]:
                 y[tokens, held.tokens :] = float("-inf")

@@ -77,6 +77,11 @@ class AdapterRuntime:
         self._others = others
 
     @property
+    def room(self) -> int:
+        """Tokens that adapters may have behind the model's vocabulary."""
+        return 0 if self.kernel.rows is None else self.kernel.rows.room
+
+    @property
     def kernel(self) -> LoraKernel:
         return self.model.kernel
 
@@ -117,7 +122,7 @@ class AdapterRuntime:
         assert self.further is not None
         self.begin_head(slots)
         rows = self.kernel.rows
-        return self.further.head if rows is None else BoundedHead(self.further.head, rows)
+        return self.further.head if rows is None else BoundedHead(self.further.head, rows, self.further.config)
 
     def begin_head(self, slots: np.ndarray) -> None:
         """Prepare the kernel for logits of rows with these slots."""

@@ -113,6 +113,28 @@ def changes_experts(folder: Path) -> bool:
         return False
 
 
+def stored_tokens(folder: Path) -> int:
+    """How many tokens embedding or head have with the adapter in a folder, where it says so; else 0."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        named = config.get("trainable_token_indices") or []
+        lists = named.values() if isinstance(named, dict) else [named]
+        return max([*(1 + int(max(each)) for each in lists if each), *_lengths(folder), 0])
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return 0
+
+
+def _lengths(folder: Path) -> list[int]:
+    """Rows of the whole matrices outside of layers that an adapter's file has."""
+    with (folder / WEIGHTS).open("rb") as file:
+        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER)))
+    return [
+        tensor["shape"][0]
+        for name, tensor in header.items()
+        if name.endswith(".weight") and ".layers." not in name and ".lora_" not in name and len(tensor["shape"]) == 2
+    ]
+
+
 def replaced_rows(folder: Path) -> int:
     """Rows of embedding or head that the adapter in a folder may replace: 0 where it cannot be read, or replaces none
     but those of few tokens of its own."""
@@ -121,13 +143,7 @@ def replaced_rows(folder: Path) -> int:
         named = config.get("trainable_token_indices") or []
         counts = [len(each) for each in (named.values() if isinstance(named, dict) else [named])]
         if config.get("modules_to_save"):
-            with (folder / WEIGHTS).open("rb") as file:
-                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER)))
-            counts += [
-                tensor["shape"][0]
-                for name, tensor in header.items()
-                if name.endswith(".weight") and ".layers." not in name and len(tensor["shape"]) == 2
-            ]
+            counts += _lengths(folder)
         return max(counts, default=0)
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return 0

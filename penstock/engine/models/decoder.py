@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,18 @@ class DecoderLayer:
         return *self.mixer.linears, *self.feed_forward.linears
 
 
+class EmbeddedTokens(Protocol):
+    """What changes the initial residual stream of tokens."""
+
+    def known(self, token_ids: Tensor) -> Tensor:
+        """Ids that the embedding has, in place of those that it has not."""
+        ...
+
+    def __call__(self, token_ids: Tensor, stream: Tensor) -> None:
+        """Change the stream in place."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder(ABC):
     """Embedding, layers, final norm and head."""
@@ -58,8 +70,7 @@ class Decoder(ABC):
     """Positions that the rotary tables cover."""
     fused_up_to: int = 0
     """Steps of at most this many tokens take the fused path; 0 where some part of a layer has none."""
-    embedded: Callable[[Tensor, Tensor], None] | None = None
-    """Called with tokens and their initial residual stream, to add to it in place."""
+    embedded: EmbeddedTokens | None = None
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
@@ -91,7 +102,8 @@ class Decoder(ABC):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The initial residual stream."""
-        stream = F.embedding(token_ids, self.embedding)
+        known = token_ids if self.embedded is None else self.embedded.known(token_ids)
+        stream = F.embedding(known, self.embedding)
         stream = stream if self.stream_dtype is stream.dtype else self.ops.widen(stream)
         if self.embedded is not None:
             self.embedded(token_ids, stream)

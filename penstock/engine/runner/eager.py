@@ -83,6 +83,9 @@ class EagerExecutor(Executor):
         ops = self._decoder.ops
         if request.flags & ~(DRAWN | Flag.FILTER) or not ops.samples_any_dtype:
             logits = logits.float()
+            if logits.shape[1] < self._rows.vocab_size:  # no row has an adapter with tokens of its own
+                more = self._rows.vocab_size - logits.shape[1]
+                logits = torch.nn.functional.pad(logits, (0, more), value=float("-inf"))
         tokens, logprobs = sample(logits, request, self._rows, ops)
         if request.ahead is None:
             self._rows.last_tokens[request.rows] = tokens

@@ -16,7 +16,14 @@ from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
-from penstock.engine.adapters.spec import DEFAULT_SLOTS, changes_experts, default_rank, name_problem, replaced_rows
+from penstock.engine.adapters.spec import (
+    DEFAULT_SLOTS,
+    changes_experts,
+    default_rank,
+    name_problem,
+    replaced_rows,
+    stored_tokens,
+)
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -26,6 +33,8 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
+_MOST_TOKENS = 65536
+"""Of adapters, that are made room for where the configuration does not say."""
 _FEW_ROWS = 64
 """Rows of embedding and head that slots have room for in any case: those of a few special tokens."""
 
@@ -61,6 +70,19 @@ def row_count(config: EngineConfig, backend: Backend) -> int | None:
     return max((_FEW_ROWS, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
 
 
+def token_count(config: EngineConfig, vocabulary: int) -> int:
+    """Tokens that adapters may have behind the model's vocabulary."""
+    drafted = config.speculation not in ("off", "ngram")
+    if drafted and config.adapter_tokens:
+        raise ConfigError(
+            "adapter_tokens: the draft model does not know tokens of adapters; use speculation: ngram or off"
+        )
+    if config.adapter_tokens is not None or drafted:
+        return config.adapter_tokens or 0
+    counts = (stored_tokens(Path(spec.source).expanduser()) for spec in config.adapters)
+    return min(_MOST_TOKENS, max((0, *(count - vocabulary for count in counts))))
+
+
 def adapt_model(
     config: EngineConfig,
     backend: Backend,
@@ -94,7 +116,7 @@ def adapt_model(
     activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
     pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
-    base = None
+    base, room = None, 0 if library is not None else token_count(config, decoder.config.vocab_size)
     if library is None:
         with torch.inference_mode():
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
@@ -111,6 +133,7 @@ def adapt_model(
             base=base,
             row_dtype=activations,
             most_rows=most_rows,
+            room=room,
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
@@ -122,6 +145,7 @@ def adapt_model(
             activations,
             decoder.embedding.device,
             most=None if backend.in_host_memory else most_rows,
+            room=room,
             one_by_one=decoder.ops.batch_invariant,
         )
     if library is not None:
@@ -144,15 +168,30 @@ def manage_adapters(
 ) -> AdapterRuntime:
     """The adapters of an engine. `find` gives the local folder of an adapter's source; it runs on a loader thread."""
     slots, host_slots = slot_count(config), config.adapter_host_slots
+    rows, vocabulary = model.kernel.rows, model.decoder.config.vocab_size
+    room = 0 if rows is None else rows.room
     if ranks is None:
         pool = AdapterPool(
-            config.adapters, lambda name, source: model.read(name, find(source)), slots=slots, host_slots=host_slots
+            config.adapters,
+            lambda name, source: model.read(name, find(source)),
+            slots=slots,
+            host_slots=host_slots,
+            vocabulary=vocabulary,
+            room=room,
         )
         return AdapterRuntime(model, pool)
     from penstock.engine.parallel.adapters import LeadAdapters
 
     lead = LeadAdapters(ranks, model, find)
-    pool = AdapterPool(config.adapters, lead.read, slots=slots, host_slots=host_slots, dropped=lead.drop)
+    pool = AdapterPool(
+        config.adapters,
+        lead.read,
+        slots=slots,
+        host_slots=host_slots,
+        dropped=lead.drop,
+        vocabulary=vocabulary,
+        room=room,
+    )
     runtime = AdapterRuntime(model, pool, lead)
     ranks.after_restart.append(runtime.renew)
     return runtime

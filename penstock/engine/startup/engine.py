@@ -148,7 +148,7 @@ def _assemble(
         model=config.name or Path(config.model).name,
         instance=secrets.token_hex(8),
         max_model_len=part.max_model_len,
-        vocab_size=part.model.vocab_size,
+        vocab_size=part.model.vocab_size + (0 if adapters is None else adapters.room),
         block_size=config.block_size,
         num_blocks=allocator.pool.capacity,
         max_running=part.max_running,

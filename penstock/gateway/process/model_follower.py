@@ -8,6 +8,7 @@ then may finish. A model that cannot be served (its chat template is broken) doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -32,8 +33,10 @@ from penstock.routing.policies import make_policy
 from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
+from penstock.sources.adapters import adapter_folder
 from penstock.sources.resolve import recommended_sampling, resolve
 from penstock.text import TextModel, load_text
+from penstock.text.adapter_text import AdapterTexts
 
 IDLE_CHECK_S = 0.1
 
@@ -46,7 +49,11 @@ def served(
     resilience = settings.how_resilient()
     if model.hold is not None:
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
-    text = load_text(resolve(model.source, weights=False))
+    folder = resolve(model.source, weights=False)
+    text = load_text(folder)
+    texts = AdapterTexts(text, folder, adapter_folder)
+    for _, adapter in model.adapter_sources:
+        read_early(texts, adapter)
     labelled = [split_endpoint(endpoint) for endpoint in endpoints]
     replicas = [native(model, str(index), endpoint, curve) for index, (endpoint, _) in enumerate(labelled)]
     routing = settings.routing
@@ -67,8 +74,15 @@ def served(
         ),
         time_slice=model.time_slice,
         source=model.source,
+        adapter_texts=texts,
         **client_settings(model, text),
     )
+
+
+def read_early(texts: AdapterTexts, source: str) -> None:
+    """Have the text of an adapter before it is asked for; a request for one that cannot be read is told why."""
+    with contextlib.suppress(PenstockError):
+        texts.of(source)
 
 
 def client_settings(model: ModelSettings, text: TextModel) -> dict[str, Any]:
@@ -77,6 +91,7 @@ def client_settings(model: ModelSettings, text: TextModel) -> dict[str, Any]:
         "aliases": model.aliases,
         "adapters": model.adapters,
         "adapter_owners": dict(model.adapter_owners),
+        "adapter_sources": dict(model.adapter_sources),
         "input_price": model.input_price,
         "output_price": model.output_price,
         "cost_per_hour": model.cost_per_hour,

@@ -52,6 +52,8 @@ class ModelSettings:
     """Names of its configured LoRA adapters."""
     adapter_owners: tuple[tuple[str, str], ...] = ()
     """Those that belong to a tenant, each with it."""
+    adapter_sources: tuple[tuple[str, str], ...] = ()
+    """Where each of them is."""
     time_slice: str = ""
     """The time-slice group: its models take turns on the device."""
     input_price: float = 0.0
@@ -90,6 +92,7 @@ class ModelSettings:
             aliases=model.aliases,
             adapters=tuple(spec.name for spec in model.adapters),
             adapter_owners=tuple((spec.name, spec.owner) for spec in model.adapters if spec.owner),
+            adapter_sources=tuple((spec.name, spec.source) for spec in model.adapters),
             time_slice=model.time_slice,
             silence_s=model.watchdog_s + 15.0,
             input_price=model.input_price,

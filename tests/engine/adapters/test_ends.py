@@ -252,7 +252,7 @@ def test_log_probabilities_of_prompts_are_those_of_the_adapter(base: Path, tmp_p
 
 
 def failure(base: Path, adapter: Path) -> str:
-    engine = make_engine(base, adapters=(AdapterSpec("a", str(adapter)),))
+    engine = make_engine(base, adapters=(AdapterSpec("a", str(adapter)),), adapter_tokens=0)
     engine.submit(ask("r", [1, 2, 3], "a"))
     return next(delta.error for delta in drain(engine) if delta.error)
 

@@ -21,6 +21,7 @@ from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.sources.adapters import resolve_adapter
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
+from penstock.text.adapter_text import AdapterTexts
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
 from tests.gateway.conftest import free_port
@@ -39,7 +40,7 @@ def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @asynccontextmanager
 async def serving(
-    base: Path, text: TextModel, *adapters: AdapterSpec, **engine: Any
+    base: Path, text: TextModel, *adapters: AdapterSpec, texts: AdapterTexts | None = None, **engine: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     settings = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "threads": 1, **engine}
     loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings), find_adapter=resolve_adapter)
@@ -47,6 +48,7 @@ async def serving(
     names = tuple(spec.name for spec in adapters)
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)
     model = ServedModel("tiny", text, InProcessBackend(loaded), aliases=("small",), adapters=names)
+    model.adapter_sources, model.adapter_texts = {spec.name: spec.source for spec in adapters}, texts
     stop = asyncio.Event()
     listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
