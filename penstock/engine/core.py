@@ -401,6 +401,9 @@ class Engine:
             batch.masks = self._constraints.begin(batch)
             step = self.runner.run(batch)
             step.launched_at = self.clock()
+            if batch.restores:
+                copy_s = self.runner.copy_s
+                self.scheduler.copied(batch, copy_s, step.launched_at - began - copy_s)
             self._in_flight.append(step)
             if self._lingers:
                 self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)

@@ -1,7 +1,8 @@
 """Running sequences that wait until blocks of theirs are back from the host.
 
-They have their rows and their blocks. A part of the copies goes with every step (`kv.returns`), and steps without
-anything to compute make more of them; a sequence is computed once all of its copies are made or go before its own step.
+They have their rows and their blocks. A part of the copies goes with every step (`kv.returns`): as much as takes as
+long as what the step computes, so that the tokens of others take twice as long at most. Steps without anything to
+compute make more of them; a sequence is computed once all of its copies are made or go before its own step.
 Invariant: what waits here runs, as far as the scheduler is concerned, and is in no step.
 """
 
@@ -15,6 +16,8 @@ MOST = 4
 """Sequences that wait at a time; others that need blocks from the host wait in the queue, without any."""
 MOST_FAILURES = 2
 """A sequence whose copies fail so often is computed."""
+MOST_PIECES = 32
+"""A step copies at most as much as takes as long as its computing, and no more than this times `Returns.at_once`."""
 ALONE = 8
 """A step without anything to compute copies as much as so many others."""
 
@@ -32,6 +35,8 @@ class Restores:
         """Those that have waited for copies which the step being scheduled makes last."""
         self.copied = False
         """Whether the step being scheduled copies something for those that waited."""
+        self._pieces = 1
+        """How much a step copies, in pieces of `Returns.at_once`."""
         self.done = 0
         """Sequences that have waited, and seconds of all of them together."""
         self.seconds = 0.0
@@ -41,7 +46,7 @@ class Restores:
         from now on. The result may return to the queue."""
         self.copied, self._arrived = False, []
         if self.waiting:
-            self.copied = self._allocator.bring_back()
+            self.copied = self._allocator.bring_back(self._pieces)
             self._arrived = [seq for seq in self.waiting if not self._allocator.awaits(seq)]
             for seq in self._arrived:
                 self.done += 1
@@ -50,6 +55,12 @@ class Restores:
             return []
         back, self._put_off = self._put_off, []
         return back
+
+    def learn(self, blocks: int, copy_s: float, compute_s: float) -> None:
+        """A step has copied so many blocks back, and computed."""
+        at_once = max((host.returns.at_once or 0 for host in self._allocator.hosts), default=0)
+        if blocks and at_once and copy_s > 0.0:
+            self._pieces = max(1, min(MOST_PIECES, int(compute_s * blocks / (copy_s * at_once))))
 
     def fill(self) -> bool:
         """There is nothing to compute: let the step copy more. Whether it copies anything."""

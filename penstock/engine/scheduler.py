@@ -246,6 +246,11 @@ class Scheduler:
         if self._parked:
             self._rows.extend(self._parked.pop(c.seq) for c in batch.chunks if c.samples and c.seq in self._parked)
 
+    def copied(self, batch: Batch, copy_s: float, compute_s: float) -> None:
+        """How long a step took that has copied blocks back for sequences that wait (`Batch.restores`)."""
+        blocks = 0 if batch.transfers is None else len(batch.transfers.back)
+        self._restores.learn(blocks, copy_s, compute_s)
+
     def expected_s(self, batch: Batch) -> float:
         """Seconds that a step should take; 0 while nothing is known."""
         prompts = batch.prompts

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from penstock.engine import restores
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.core import Engine
-from penstock.engine.kv.host import Transfers
+from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.host import HostTier, Transfers
+from penstock.engine.kv.pool import BlockPool
 from penstock.engine.request import Delta
 from penstock.engine.restores import MOST
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
@@ -30,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _one_block_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceBackend, "restore_step_bytes", 1)
+    monkeypatch.setattr(restores, "MOST_PIECES", 1)
 
 
 def text(number: int, length: int = LONG) -> list[int]:
@@ -94,6 +98,18 @@ def test_others_run_on_while_a_conversation_comes_back(folder: Path, expected: d
     assert load.restored_blocks - before.restored_blocks == 20 and load.host_restores == 1
     assert load.host_restore_s > 0.0 and load.restoring == 0
     assert_idle(engine)
+
+
+def test_a_step_copies_as_long_as_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restores, "MOST_PIECES", 6)
+    host = HostTier(40, idle_s=1e9, returns_at_once=2)
+    allocator = BlockAllocator(BlockPool(60, host), 16)
+    waiting = restores.Restores(allocator)
+    for blocks, copy_s, compute_s, pieces in ((2, 0.01, 0.035, 3), (6, 0.03, 1.0, 6), (12, 0.06, 0.0, 1)):
+        waiting.learn(blocks, copy_s, compute_s)
+        assert waiting._pieces == pieces
+    waiting.learn(0, 0.0, 1.0)
+    assert waiting._pieces == 1, "nothing is known of steps that copy nothing"
 
 
 def test_alone_a_conversation_comes_back_in_larger_pieces(folder: Path, expected: dict[str, list[int]]) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +301,38 @@ def write_checkpoint(
 ) -> Path:
     """A reproducible random checkpoint of `family`, with `changes` to its configuration, as a folder of safetensors.
 
-    With `spread` below 1 the weights are smaller and rounding errors grow less from layer to layer.
+    With `spread` below 1 the weights are smaller and rounding errors grow less from layer to layer. One that this
+    process has written before is copied, and the random generator left as writing it would.
     """
     name, overrides = FAMILIES[family]
-    config = getattr(transformers, name)(**{**COMMON, **overrides, **changes})
+    values = {**COMMON, **overrides, **changes}
+    make_config = getattr(transformers, name)
+    try:
+        key = json.dumps([family, name, shard_size, spread, values])
+    except TypeError:  # values that have no text
+        return _write(family, folder, make_config(**values), shard_size, spread)
+    if key not in _WRITTEN:
+        kept = _write(family, _shelf() / str(len(_WRITTEN)), make_config(**values), shard_size, spread)
+        _WRITTEN[key] = kept, torch.get_rng_state()
+    kept, state = _WRITTEN[key]
+    torch.set_rng_state(state)
+    shutil.copytree(kept, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    return folder
+
+
+_WRITTEN: dict[str, tuple[Path, torch.Tensor]] = {}
+"""The folder of each, and the state of the random generator behind it."""
+
+
+@functools.cache
+def _shelf() -> Path:
+    """Where this process keeps what it has written; processes that it forks leave it alone."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="penstock-tiny-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
+
+
+def _write(family: str, folder: Path, config: Any, shard_size: str, spread: float) -> Path:
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from gpu_harness import Row  # noqa: E402
 
+from penstock.engine import restores  # noqa: E402
 from penstock.engine.backends.cuda.block_mover import CudaBlockMover  # noqa: E402
 from penstock.engine.kv.cache import CacheShape, KVCache  # noqa: E402
 from penstock.engine.kv.host import Transfers  # noqa: E402
@@ -99,6 +101,44 @@ def test_preempted_sequences_come_back_under_overlap() -> None:
         load = engine.load_snapshot()
         assert load.preemptions > 0 and load.restored_blocks > 0, load
         assert_idle(engine)
+
+
+def test_others_run_on_while_a_conversation_comes_back() -> None:
+    """With a bound on what a step copies back, as on CPU: under overlap, with requests that share the copies, are
+    aborted meanwhile or preempted."""
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder, patch.object(restores, "MOST_PIECES", 1):
+        path = write_checkpoint("llama-gqa", Path(folder), spread=0.5)
+        texts = [[(31 * i + 7 * j * j + 3 * j) % 199 for j in range(330)] for i in range(4)]
+        stream = greedy("stream", texts[3][:20], 60)
+        large = make_engine(path, device="cuda", num_blocks=400, max_running=6, prefix_cache=False)
+        wanted = generate(large, stream, greedy("0", texts[0], 5), greedy("1", texts[1], 5))
+        for num_blocks in (60, 48):
+            engine = make_engine(path, device="cuda", num_blocks=num_blocks, host_memory=8 << 20, max_running=6)
+            for host in engine.scheduler.allocator.hosts:
+                host.returns.at_once = 1
+            for number in (0, 1):
+                generate(engine, greedy(f"past {number}", texts[number], 5))
+            generate(engine, greedy("other", [(11 * j * j + j) % 199 for j in range(16 * num_blocks - 8)], 1))
+            engine.submit(stream)
+            said: dict[str, list[int]] = {}
+            meanwhile = steps = 0
+            while engine.has_work:
+                output = engine.step()
+                steps += 1
+                for delta in () if output is None else output.deltas:
+                    said.setdefault(delta.request_id, []).extend(delta.tokens)
+                meanwhile += engine.load_snapshot().restoring > 0 and output is not None
+                if steps == 4:
+                    for name, text in (("0", texts[0]), ("gone", texts[1]), ("1", texts[1])):
+                        engine.submit(greedy(name, text, 5))
+                if steps == 12:
+                    engine.abort("gone")
+            assert said.pop("gone") == [] and said == wanted, (num_blocks, said)
+            assert meanwhile > 10, meanwhile
+            assert engine.load_snapshot().host_restores > 0
+            assert_idle(engine)
 
 
 def test_windows_free_blocks_on_the_device() -> None:

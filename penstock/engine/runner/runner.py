@@ -7,6 +7,8 @@ launched before the host has seen them.
 
 from __future__ import annotations
 
+import time
+
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.backend import Backend
 from penstock.engine.batch import Batch
@@ -54,6 +56,8 @@ class Runner:
         self.adapters = adapters
         self.kv = kv
         self.mover = mover
+        self.copy_s = 0.0
+        """How long the last copies of blocks kept the host busy."""
         self.state_mover = state_mover
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
         vocabulary = decoder.config.vocab_size + (0 if adapters is None else adapters.room)
@@ -70,7 +74,9 @@ class Runner:
         """Make the copies of a step, between device and host."""
         if batch.transfers is not None:
             assert self.mover is not None
+            began = time.perf_counter()
             self.mover.run(batch.transfers)
+            self.copy_s = time.perf_counter() - began
         if batch.state_transfers is not None:
             assert self.state_mover is not None
             self.state_mover.run(batch.state_transfers)
