@@ -136,3 +136,30 @@ def test_engine_with_replaced_rows_of_embedding_and_head() -> None:
                 margins = references[name].margins(prompt, got[id])
                 assert float(margins.max()) < TIE, (family, id, name, margins)
             assert_idle(engine)
+
+
+def test_engine_with_tokens_of_adapters() -> None:
+    """Logits behind the model's vocabulary, for some rows of a batch."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.test_added_tokens import KINDS, mixed
+    from tests.engine.adapters.test_end_rows import replaced, write_saved
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    for family in ("llama-gqa", "gemma2"):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            base = write_checkpoint(family, root / "base")
+            specs, references = [], {"": Reference(base)}
+            for seed, (name, settings) in enumerate(KINDS.items()):
+                path = write_saved(root / name, base, seed=seed, size=0.9, **settings)
+                specs.append(AdapterSpec(name, str(path)))
+                references[name] = Reference(replaced(base, path, root / f"merged {name}"))
+            engine = make_engine(base, device="cuda", adapters=tuple(specs), max_running=8, num_blocks=200)
+            got = generate(engine, *mixed())
+            for request in mixed():
+                margins = references[request.adapter].margins(request.prompt, got[request.request_id])
+                assert float(margins.max()) < TIE, (family, request.request_id, request.adapter, margins)
+            assert_idle(engine)
