@@ -268,20 +268,13 @@ class Ranks(Member):
             gone = [other for other in self._ranks if other.process.poll() is not None]
             for other in gone:
                 other.replaced = True
-        generation = self.generation + 1
-        if self._machines is not None:
-            self._machines.interrupt(self.generation)
-            self._machines.begin(generation)
-        # As many KV blocks as before, whatever is free now.
-        config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
-        fresh: list[_Rank] = []
-        for other in gone:
-            _hang_up(other)
-            # Here and not in the thread below: a child leaves with the thread that started it.
-            self._ranks[other.place.rank - 1] = new = self._start_again(config, other, generation)
-            fresh.append(new)
-        for forget in self.when_lost:
-            forget()
+        generation, fresh = self.generation + 1, list[_Rank]()
+
+        def failed(error: Exception) -> None:
+            with self._restarted:
+                self._restarting, self._restarts_left = False, 0
+                self._restarted.notify_all()
+            done.set_exception(ReplicaLost(f"a lost rank could not be replaced: {error}"))
 
         def work() -> None:
             try:
@@ -290,24 +283,39 @@ class Ranks(Member):
                     self._restarting, self.generation = False, generation
                     self._restarted.notify_all()
             except Exception as error:
-                with self._restarted:
-                    self._restarting, self._restarts_left = False, 0
-                    self._restarted.notify_all()
-                done.set_exception(ReplicaLost(f"a lost rank could not be replaced: {error}"))
+                failed(error)
             else:
                 done.set_result(None)
 
+        try:
+            # Here and not in the thread: a child leaves with the thread that started it.
+            fresh += self._start_again(gone, generation)
+        except (OSError, ReplicaLost) as error:
+            failed(error)
+            return done
+        for forget in self.when_lost:
+            forget()
         threading.Thread(target=work, name="restart of a rank", daemon=True).start()
         return done
 
-    def _start_again(self, config: EngineConfig, lost: _Rank, generation: int) -> _Rank:
-        if lost.remote is not None:
-            assert self._machines is not None
-            remote = self._machines.restart(lost.place.rank, config, generation)
-            return _Rank(lost.place, remote, remote.connection, remote)
-        new = self._start(config, lost.place)
-        new.connection.send_bytes(Setup(config, self._checkpoint, new.place, self._folder, generation).encode())
-        return new
+    def _start_again(self, gone: list[_Rank], generation: int) -> Iterator[_Rank]:
+        if self._machines is not None:
+            self._machines.interrupt(self.generation)
+            self._machines.begin(generation)
+        # As many KV blocks as before, whatever is free now.
+        config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
+        for lost in gone:
+            _hang_up(lost)
+            if lost.remote is not None:
+                assert self._machines is not None
+                remote = self._machines.restart(lost.place.rank, config, generation)
+                new = _Rank(lost.place, remote, remote.connection, remote)
+            else:
+                new = self._start(config, lost.place)
+            self._ranks[lost.place.rank - 1] = new
+            if new.remote is None:
+                new.connection.send_bytes(Setup(config, self._checkpoint, new.place, self._folder, generation).encode())
+            yield new
 
     def _restart(self, fresh: list[_Rank], generation: int) -> None:
         self.groups.drop()  # those that wait for this one notice
@@ -324,11 +332,13 @@ class Ranks(Member):
             self._compare(new, self._hear(new))
             for what, agreed in self._agreed:
                 if self._hear(new).count < agreed:
-                    raise ReplicaLost(f"{new.place} has no room for {agreed} {what} any more")
+                    problem = f"has no room for {agreed} {what} any more" if what else "loads otherwise than before"
+                    raise ReplicaLost(f"{new.place} {problem}")
                 plain.send(new.connection, agreed)
             if self._begin_watch is not None:
                 self._begin_watch(new)
-        self._lost, self.died = None, any(other.process.poll() is not None for other in self._ranks)
+        with self._sends:  # as whoever notices a death
+            self._lost, self.died = None, any(other.process.poll() is not None for other in self._ranks)
 
     def close(self, grace_s: float = _LEAVE_S) -> None:
         """Stop every rank; those that have not exited after `grace_s` are killed."""
