@@ -255,7 +255,7 @@ def test_what_a_rank_could_not_do_while_all_calibrated_is_what_the_engine_fails_
     settings = {**SETTINGS, "kv_dtype": "int8"}
     with (
         patch.object(part, "calibrate", fails_elsewhere),
-        pytest.raises(ConfigError, match="rank 1 .*: no room for calibration"),
+        pytest.raises(ConfigError, match=r"rank 1 .*: no room for calibration"),
         threaded_engine(folder, 2, 1, **settings),
     ):
         pass
