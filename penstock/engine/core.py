@@ -399,8 +399,9 @@ class Engine:
                 self.scheduler.landed(batch)
                 return
             batch.masks = self._constraints.begin(batch)
+            begun_at = self.clock()
             step = self.runner.run(batch)
-            step.launched_at = self.clock()
+            step.begun_at, step.launched_at = begun_at, self.clock()
             if batch.restores:
                 copy_s = self.runner.copy_s
                 self.scheduler.copied(batch, copy_s, step.launched_at - began - copy_s)
@@ -422,7 +423,7 @@ class Engine:
         asked = self.clock()
         done = step.wait()
         now = self.clock()
-        self.scheduler.landed(step.batch, step.took(now - max(step.launched_at, self._last_landed)))
+        self.scheduler.landed(step.batch, step.took(now - max(step.begun_at, self._last_landed)))
         self._last_landed = now
         self._lead.landed(blocked=now - asked > _NO_WAIT_S, now=now)
         self.steps += 1

@@ -78,7 +78,7 @@ def engine(device: Device) -> Engine:
         default_gap_s=0.03,
     )
     info = EngineInfo("m", "i", 60_000, 100, 16, 4096, 64, "cuda:0", "bfloat16")
-    runner = SimpleNamespace(run=device.run)
+    runner = SimpleNamespace(run=device.run, backend=SimpleNamespace(memory=None))
     return Engine(
         EngineConfig(model="m"), info, scheduler, cast(Runner, runner), overlap=True, clock=lambda: device.now
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,10 @@ from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.pace import LEAST, MARGIN, Pace
 from penstock.engine.request import Request, SamplingParams
+from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Scheduler
+from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.tiny import write_checkpoint
 
 PER_TOKEN, PER_KEY, BASE, PER_DECODE = 25e-6, 1.0e-9, 0.006, 30e-6
 
@@ -180,3 +184,24 @@ def test_a_default_target_yields_where_many_prompts_wait() -> None:
     assert pace.budget(4, 0.02, backlog=20_000) < math.inf  # a request's own does not
     pace.yields = False
     assert pace.budget(4, None, backlog=20_000) < math.inf
+
+
+def test_a_step_that_is_computed_while_it_is_launched_counts_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU, where a target would otherwise bound nothing."""
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), target_gap_ms=300.0)
+    engine.scheduler.pace.forget()
+    now, run = 0.0, engine.runner.run
+
+    def computed(batch: Batch) -> PendingStep:
+        nonlocal now
+        now += 0.1 + 0.01 * (batch.num_tokens - batch.num_decodes)
+        return run(batch)
+
+    monkeypatch.setattr(engine, "clock", lambda: now)
+    monkeypatch.setattr(engine.runner, "run", computed)
+    generate(engine, greedy("stream", [5] * 8, 8))
+    generate(engine, greedy("prompt", [7] * 32, 4))
+    assert engine.scheduler.pace.expected(1, []) == pytest.approx(0.1)
+    assert engine.scheduler.pace.expected(1, [(0, 32)]) == pytest.approx(0.42, rel=0.1)

@@ -51,6 +51,8 @@ class PendingStep:
     """Ends the step and the copy of its tokens to the host; None: they are there."""
     began: CopyEvent | None = None
     """Precedes the step on the device; None where steps are not timed there."""
+    begun_at: float = 0.0
+    """When the host began to launch it; a CPU computes it from then on."""
     launched_at: float = 0.0
     sampling: Callable[[], None] | None = None
     """Samples, once the hidden states are back from the last stage of a pipeline; None: that has been launched."""
