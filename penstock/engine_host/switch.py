@@ -65,7 +65,8 @@ class Switch:
 
     def detach(self, port: Port) -> None:
         """Read it no more; it is closed once everything for it has been written. Idempotent."""
-        if self._ports.pop(port.fileno, None) is port:
+        if self._ports.get(port.fileno) is port:  # its number may be that of another by now
+            del self._ports[port.fileno]
             self._poller.unregister(port.fileno)
             port.close()
 
@@ -93,7 +94,9 @@ class Switch:
         """Until stopped. `on_event`: the socket's connections, as libzmq's monitor names them. `on_tick`: at least that
         often."""
         while not self._stopped:
-            for source, _ in self._poller.poll(int(1000 * tick_s)):
+            events = self._poller.poll(int(1000 * tick_s))
+            ports = {source: self._ports.get(source) for source, _ in events if isinstance(source, int)}
+            for source, _ in events:
                 if source is self.socket:
                     on_frames(self.socket.recv_multipart())
                 elif source is self._monitor:
@@ -102,8 +105,11 @@ class Switch:
                     self._bell.recv(4096)
                     while not self._calls.empty():
                         self._calls.get()()
-                elif isinstance(source, int) and source in self._ports:
-                    self._read(self._ports[source])
+                elif isinstance(source, int):
+                    port = ports[source]
+                    # One that was attached since has nothing to read, and may have the number of one that was detached.
+                    if port is not None and self._ports.get(source) is port:
+                        self._read(port)
             on_tick()
 
     def close(self) -> None:

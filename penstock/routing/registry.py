@@ -151,28 +151,32 @@ class ServedModel:
 
     def adapted(self, access: Access) -> list[ServedModel]:
         """The same model with each of its adapters that exist for a caller, to be listed: no text of theirs is read."""
-        found = map(self._named, self.adapter_names)
+        found = map(self.with_adapter, self.adapter_names)
         return [model for model in found if model.allowed(access)]
 
     def with_adapter(self, name: str) -> ServedModel:
-        """The same model and engine with an adapter, and with the tokenizer and the template that this brings."""
-        model = self._named(name)
-        if self.adapter_texts is not None:
+        """The same model and engine with an adapter; its text is still the model's, see `read_text`."""
+        return dataclasses.replace(
+            self, name=name, adapter=name, base=self.name, aliases=(), base_aliases=self.aliases, adapters=()
+        )
+
+    async def prepare_text(self) -> None:
+        """Have the tokenizer and the template that the adapter brings read, if it is one: off the event loop."""
+        if self.adapter and self.adapter_texts is not None:
+            await self.adapter_texts.prepare(self.adapter_source(self.adapter))
+
+    def read_text(self) -> None:
+        """Use the tokenizer and the template that the adapter brings, if it is one."""
+        if self.adapter and self.adapter_texts is not None:
             try:
-                model.text = self.adapter_texts.of(self.adapter_source(name))
+                self.text = self.adapter_texts.of(self.adapter_source(self.adapter))
             except CheckpointError as error:
-                raise InvalidRequest(f"The adapter `{name}` cannot be used: {error}", param="model") from error
-        return model
+                raise InvalidRequest(f"The adapter `{self.adapter}` cannot be used: {error}", param="model") from error
 
     def adapter_source(self, name: str) -> str:
         """Where an adapter is; empty: not known."""
         status = (self.backend.adapters or {}).get(name)
         return self.adapter_sources.get(name, "") if status is None else status.source
-
-    def _named(self, name: str) -> ServedModel:
-        return dataclasses.replace(
-            self, name=name, adapter=name, base=self.name, aliases=(), base_aliases=self.aliases, adapters=()
-        )
 
     @property
     def context_window(self) -> int | None:
@@ -272,7 +276,7 @@ class ModelRegistry:
         return model
 
     def find(self, name: str) -> Route | RemoteModel | None:
-        """What is called `name`, for whomever it exists."""
+        """What is called `name`, for whomever it exists. No text of an adapter is read for that: see `route`."""
         route = self._routes.get(name)
         if route is not None:
             return route
@@ -285,11 +289,19 @@ class ModelRegistry:
             return Route(control.model, EXPERIMENT) if isinstance(control, Route) else control
         return found
 
+    async def prepare(self, name: str) -> None:
+        """Await this before `route`, which would read files of an adapter's text on the event loop otherwise. Nothing
+        is done for a name that does not exist."""
+        found = self.find(name)
+        if isinstance(found, Route):
+            await found.model.prepare_text()
+
     def route(self, name: str) -> Route:
         """The model that runs here under `name`. For requests, `Permissions` has checked before that it exists for the
         caller."""
         found = self.find(name)
         if isinstance(found, Route):
+            found.model.read_text()
             return found
         if found is not None:
             raise InvalidRequest(

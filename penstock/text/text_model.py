@@ -59,6 +59,8 @@ class TextModel:
         self.vocab_size: int = vocab_size or tokenizer.get_vocab_size()
         """Number of ids of the model; some may have no token."""
         self.context_length = context_length
+        self.takes_grammars = True
+        """Whether its tokens spell what the engine thinks they do, which constrains them."""
         self.sampling = sampling
         """What the checkpoint's makers recommend."""
         self._bytes: list[bytes | None] = [None] * max(self.vocab_size, max(self._added, default=0) + 1)
@@ -74,9 +76,10 @@ class TextModel:
         """All ids that end an answer, the most common first."""
 
     def adapted(
-        self, tokenizer: Tokenizer | None, templates: Mapping[str, str], special: Mapping[str, str]
+        self, tokenizer: Tokenizer | None, templates: Mapping[str, str], special: Mapping[str, str], rows: int
     ) -> TextModel:
-        """The same with what an adapter brings: a tokenizer, chat templates by name, spellings of special tokens."""
+        """The same with what an adapter brings: a tokenizer, chat templates by name, spellings of special tokens.
+        `rows`: how many tokens there are with it; an end token behind them never comes."""
         used = self._tokenizer if tokenizer is None else tokenizer
         end = special.get("eos_token", "")
         token = used.token_to_id(end) if end else None
@@ -84,13 +87,25 @@ class TextModel:
         if templates:
             known = {} if template is None else template.variables
             template = ChatTemplate(templates, {**known, **{name: text for name, text in special.items() if text}})
-        return TextModel(
+        text = TextModel(
             used,
             template=template,
-            eos_token_ids=(*(() if token is None else (token,)), *self.eos_token_ids),
-            vocab_size=max(self.vocab_size, used.get_vocab_size()),
+            eos_token_ids=(*(() if token is None or token >= rows else (token,)), *self.eos_token_ids),
+            vocab_size=rows,
             context_length=self.context_length,
             sampling=self.sampling,
+        )
+        text.takes_grammars = tokenizer is None or self._spells_as(text)
+        return text
+
+    def _spells_as(self, other: TextModel) -> bool:
+        """Whether another has the same tokens, but for control tokens and those that one of them does not have."""
+        control = self._special_ids | other._special_ids
+        return not any(
+            mine and others and mine != others
+            for token in range(self.vocab_size)
+            if token not in control
+            for mine, others in [(self.token_bytes(token), other.token_bytes(token))]
         )
 
     # --- text to ids

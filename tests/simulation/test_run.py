@@ -286,6 +286,17 @@ def test_our_policy_beats_round_robin_and_random() -> None:
     beats(seconds=6.0, rate=28.0)
 
 
+def test_every_policy_gets_the_same_conversations() -> None:
+    """Otherwise the tokens that one yields more than another may be those of other clients."""
+    turns = []
+    for policy in ("predicted", "round_robin"):
+        chats = Chats(rate=4.0, turns=3)
+        record = simulate(chats, FleetSpec(REPLICA, replicas=2), GatewaySpec(policy=policy), seconds=4.0)
+        assert record.totals.served == record.totals.arrived
+        turns.append(Counter((row.tenant, row.label, row.prompt_tokens, row.output_tokens) for row in record.requests))
+    assert turns[0] == turns[1]
+
+
 @pytest.mark.slow
 def test_our_policy_beats_them_at_length() -> None:
     beats(seconds=120.0, rate=12.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple
 
 from penstock.routing.admission.queue import BATCH, PREMIUM, STANDARD
 from penstock.simulation.arrival import Arrival, Segment
@@ -30,9 +32,21 @@ class Listed:
         return None
 
 
+class _Turn(NamedTuple):
+    question: Segment
+    answer: int
+    output: int
+    think_s: float
+
+
+def _around(rng: random.Random, mean: int) -> int:
+    return max(1, round(mean * rng.uniform(0.3, 1.7)))
+
+
 @dataclass
 class Chats:
-    """Conversations that begin at random, with a system prompt per tenant and a few turns."""
+    """Conversations that begin at random, with a system prompt per tenant and a few turns. The same seed gives the same
+    conversations to every fleet and policy, so that what these yield can be compared."""
 
     seed: int = 1
     rate: float = 5.0
@@ -47,53 +61,49 @@ class Chats:
     retries: int = 0
     timeout_s: float | None = None
 
-    def __post_init__(self) -> None:
-        self._rng = random.Random(self.seed)
-        self._ids = 1000
-
-    def _id(self) -> int:
-        self._ids += 1
-        return self._ids
-
-    def _around(self, mean: int) -> int:
-        return max(1, round(mean * self._rng.uniform(0.3, 1.7)))
-
     def arrivals(self) -> Iterator[Arrival]:
+        rng = random.Random(self.seed)
         at = 0.0
-        while True:
-            at += self._rng.expovariate(self.rate)
-            tenant = self._rng.randrange(self.tenants)
-            output = self._around(self.answer)
+        for number in count():
+            at += rng.expovariate(self.rate)
+            tenant = rng.randrange(self.tenants)
+            turn = self._turn(f"s{number}", 1)
             yield Arrival(
                 at,
-                (Segment(tenant + 1, self.system), Segment(self._id(), self._around(self.question))),
-                output,
-                answer=self._id(),
+                (Segment(tenant + 1, self.system), turn.question),
+                turn.output,
+                answer=turn.answer,
                 tenant=f"t{tenant}",
                 rank=(PREMIUM, STANDARD, BATCH)[tenant % 3],
-                session=f"s{self._ids}",
-                max_output_tokens=output + 50 if self.stop else None,
+                session=f"s{number}",
+                max_output_tokens=turn.output + 50 if self.stop else None,
                 timeout_s=self.timeout_s,
                 label="1",
             )
 
     def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
-        turn = int(arrival.label)
-        if turn >= self.turns:
+        number = int(arrival.label) + 1
+        if number > self.turns:
             return None
-        output = self._around(self.answer)
-        question = Segment(self._id(), self._around(self.question))
+        turn = self._turn(arrival.session, number)
         return replace(
             arrival,
-            at=finished_at + self._rng.expovariate(1 / self.think_s),
-            prompt=(*arrival.prompt, Segment(arrival.answer, arrival.output_tokens), question),
-            output_tokens=output,
-            answer=self._id(),
-            max_output_tokens=output + 50 if self.stop else None,
-            label=str(turn + 1),
+            at=finished_at + turn.think_s,
+            prompt=(*arrival.prompt, Segment(arrival.answer, arrival.output_tokens), turn.question),
+            output_tokens=turn.output,
+            answer=turn.answer,
+            max_output_tokens=turn.output + 50 if self.stop else None,
+            label=str(number),
             attempt=0,
             first_at=None,
         )
+
+    def _turn(self, session: str, number: int) -> _Turn:
+        """Drawn from the turn's own seed: when the fleet answers decides nothing but when the turn comes."""
+        rng = random.Random(f"{self.seed} {session} {number}")
+        first = 1000 + 2 * (int(session[1:]) * self.turns + number)
+        question = Segment(first, _around(rng, self.question))
+        return _Turn(question, first + 1, _around(rng, self.answer), rng.expovariate(1 / self.think_s))
 
     def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
         if arrival.attempt >= self.retries:

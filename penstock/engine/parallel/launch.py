@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from penstock.engine.config import LOCAL, EngineConfig
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.channel import Call, Report
 from penstock.engine.parallel.child import describe_exit, start_rank
+from penstock.engine.parallel.handle import LEAVE_S, RankHandle
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.link import Link
-from penstock.engine.parallel.machines import Machines, RankProcess, RemoteRank
+from penstock.engine.parallel.machines import Machines
 from penstock.engine.parallel.member import KV_BLOCKS, Member
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
@@ -39,24 +39,6 @@ from penstock.errors import ConfigError, PenstockError, ReplicaLost
 EXIT_RANK_LOST = 72
 _GRACE_S = 3.0
 """How long rank 0 may take to exit after another rank died; it may hang in a collective."""
-_LEAVE_S = 5.0
-
-
-@dataclass(slots=True)
-class _Rank:
-    place: Place
-    process: RankProcess
-    connection: Connection
-    remote: RemoteRank | None = None
-    """The same, where it runs on another machine."""
-    calls: dict[int, Future[Any]] = field(default_factory=dict)
-    """Those it has not answered yet."""
-    reader: threading.Thread | None = None
-    """Takes its replies, once something was asked."""
-    last_words: str = ""
-    """Why it ended, where the reader was told."""
-    replaced: bool = False
-    """It is gone, and another was started in its place."""
 
 
 class Ranks(Member):
@@ -67,7 +49,7 @@ class Ranks(Member):
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         place = Place(0, config.tensor_parallel, config.pipeline_parallel, config.attention_parallel == "data")
         self._machines = machines if config.spans_machines else None
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankHandle] = []
         self._lost: str | None = None
         self._closing = False
         self._calls = itertools.count()
@@ -78,7 +60,7 @@ class Ranks(Member):
         self._choices: Mapping[str, Any] = {}
         self._agreed: list[tuple[str, int]] = []
         """What `least` came to, each time that the ranks asked each other."""
-        self._begin_watch: Callable[[_Rank], None] | None = None
+        self._begin_watch: Callable[[RankHandle], None] | None = None
         self.died = False
         """A rank is gone that can be started again; see `restart`."""
         self.generation = 0
@@ -114,12 +96,12 @@ class Ranks(Member):
             raise ConfigError("ranks on other machines read a checkpoint of their own; this one exists in memory only")
         self._machines.gather(config)
 
-    def _start(self, config: EngineConfig, place: Place) -> _Rank:
+    def _start(self, config: EngineConfig, place: Place) -> RankHandle:
         if config.machine(place.rank) == LOCAL:
             return _spawn(place, None if self._machines is None else self._machines.link(place.rank))
         assert self._machines is not None
         remote = self._machines.rank(place.rank)
-        return _Rank(place, remote, remote.connection, remote)
+        return RankHandle(place, remote, remote.connection, remote)
 
     def _announce(self) -> None:
         self._gather()
@@ -129,7 +111,7 @@ class Ranks(Member):
         for other, report in zip(self._ranks, self._gather(), strict=True):
             self._compare(other, report)
 
-    def _compare(self, other: _Rank, report: Report) -> None:
+    def _compare(self, other: RankHandle, report: Report) -> None:
         for name, here in self._choices.items():
             there = report.choices.get(name)
             if there != here:
@@ -180,7 +162,7 @@ class Ranks(Member):
             raise ReplicaLost(self.why_lost() or "a rank is gone") from error
         return answers
 
-    def _ask(self, other: _Rank, number: int, encoded: bytes) -> Future[Any]:
+    def _ask(self, other: RankHandle, number: int, encoded: bytes) -> Future[Any]:
         answer: Future[Any] = Future()
         other.calls[number] = answer
         if other.reader is None:
@@ -190,7 +172,7 @@ class Ranks(Member):
         other.connection.send_bytes(encoded)
         return answer
 
-    def _read(self, other: _Rank) -> None:
+    def _read(self, other: RankHandle) -> None:
         """Hand replies to those who asked, until the rank is gone."""
         with suppress(EOFError, OSError):
             while True:
@@ -217,12 +199,12 @@ class Ranks(Member):
     def watch(self, on_lost: Callable[[str], None], *, exit_after_s: float | None = _GRACE_S) -> None:
         """Call `on_lost` (from a thread) when a rank dies, and end this process if it is still here a while later."""
 
-        def wait(other: _Rank) -> None:
+        def wait(other: RankHandle) -> None:
             other.process.wait()
             with self._sends:
                 if self._closing or other.replaced:
                     return
-                generation, restarts = self.generation, self._restarts_left > 0 and _replaceable(other)
+                generation, restarts = self.generation, self._restarts_left > 0 and other.replaceable
                 self.died = self.died or restarts
             if restarts:
                 if self._machines is not None:
@@ -233,7 +215,7 @@ class Ranks(Member):
                 time.sleep(exit_after_s)
                 os._exit(EXIT_RANK_LOST)
 
-        def begin(other: _Rank) -> None:
+        def begin(other: RankHandle) -> None:
             threading.Thread(target=wait, args=(other,), name=f"rank {other.place.rank}", daemon=True).start()
 
         self._begin_watch = begin
@@ -243,7 +225,9 @@ class Ranks(Member):
     @property
     def restartable(self) -> bool:
         """Whether a rank is gone, and may be started again."""
-        return self._restarts_left > 0 and self.why_lost() is not None and all(map(_replaceable, self._ranks))
+        return (
+            self._restarts_left > 0 and self.why_lost() is not None and all(other.replaceable for other in self._ranks)
+        )
 
     def await_restart(self, generation: int) -> bool:
         """After a call has failed: wait until all ranks are there again, as a later generation than the one in which
@@ -268,20 +252,13 @@ class Ranks(Member):
             gone = [other for other in self._ranks if other.process.poll() is not None]
             for other in gone:
                 other.replaced = True
-        generation = self.generation + 1
-        if self._machines is not None:
-            self._machines.interrupt(self.generation)
-            self._machines.begin(generation)
-        # As many KV blocks as before, whatever is free now.
-        config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
-        fresh: list[_Rank] = []
-        for other in gone:
-            _hang_up(other)
-            # Here and not in the thread below: a child leaves with the thread that started it.
-            self._ranks[other.place.rank - 1] = new = self._start_again(config, other, generation)
-            fresh.append(new)
-        for forget in self.when_lost:
-            forget()
+        generation, fresh = self.generation + 1, list[RankHandle]()
+
+        def failed(error: Exception) -> None:
+            with self._restarted:
+                self._restarting, self._restarts_left = False, 0
+                self._restarted.notify_all()
+            done.set_exception(ReplicaLost(f"a lost rank could not be replaced: {error}"))
 
         def work() -> None:
             try:
@@ -290,26 +267,41 @@ class Ranks(Member):
                     self._restarting, self.generation = False, generation
                     self._restarted.notify_all()
             except Exception as error:
-                with self._restarted:
-                    self._restarting, self._restarts_left = False, 0
-                    self._restarted.notify_all()
-                done.set_exception(ReplicaLost(f"a lost rank could not be replaced: {error}"))
+                failed(error)
             else:
                 done.set_result(None)
 
+        try:
+            # Here and not in the thread: a child leaves with the thread that started it.
+            fresh += self._start_again(gone, generation)
+        except (OSError, ReplicaLost) as error:
+            failed(error)
+            return done
+        for forget in self.when_lost:
+            forget()
         threading.Thread(target=work, name="restart of a rank", daemon=True).start()
         return done
 
-    def _start_again(self, config: EngineConfig, lost: _Rank, generation: int) -> _Rank:
-        if lost.remote is not None:
-            assert self._machines is not None
-            remote = self._machines.restart(lost.place.rank, config, generation)
-            return _Rank(lost.place, remote, remote.connection, remote)
-        new = self._start(config, lost.place)
-        new.connection.send_bytes(Setup(config, self._checkpoint, new.place, self._folder, generation).encode())
-        return new
+    def _start_again(self, gone: list[RankHandle], generation: int) -> Iterator[RankHandle]:
+        if self._machines is not None:
+            self._machines.interrupt(self.generation)
+            self._machines.begin(generation)
+        # As many KV blocks as before, whatever is free now.
+        config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
+        for lost in gone:
+            lost.hang_up()
+            if lost.remote is not None:
+                assert self._machines is not None
+                remote = self._machines.restart(lost.place.rank, config, generation)
+                new = RankHandle(lost.place, remote, remote.connection, remote)
+            else:
+                new = self._start(config, lost.place)
+            self._ranks[lost.place.rank - 1] = new
+            if new.remote is None:
+                new.connection.send_bytes(Setup(config, self._checkpoint, new.place, self._folder, generation).encode())
+            yield new
 
-    def _restart(self, fresh: list[_Rank], generation: int) -> None:
+    def _restart(self, fresh: list[RankHandle], generation: int) -> None:
         self.groups.drop()  # those that wait for this one notice
         for new in fresh:
             self._hear(new)  # it is up
@@ -324,19 +316,21 @@ class Ranks(Member):
             self._compare(new, self._hear(new))
             for what, agreed in self._agreed:
                 if self._hear(new).count < agreed:
-                    raise ReplicaLost(f"{new.place} has no room for {agreed} {what} any more")
+                    problem = f"has no room for {agreed} {what} any more" if what else "loads otherwise than before"
+                    raise ReplicaLost(f"{new.place} {problem}")
                 plain.send(new.connection, agreed)
             if self._begin_watch is not None:
                 self._begin_watch(new)
-        self._lost, self.died = None, any(other.process.poll() is not None for other in self._ranks)
+        with self._sends:  # as whoever notices a death
+            self._lost, self.died = None, any(other.process.poll() is not None for other in self._ranks)
 
-    def close(self, grace_s: float = _LEAVE_S) -> None:
+    def close(self, grace_s: float = LEAVE_S) -> None:
         """Stop every rank; those that have not exited after `grace_s` are killed."""
         self._closing = True
         with self._restarted:
             self._restarted.notify_all()
         for other in self._ranks:
-            _hang_up(other)
+            other.hang_up()
             if other.process.stdin is not None:
                 other.process.stdin.close()
         deadline = time.monotonic() + grace_s
@@ -357,29 +351,31 @@ class Ranks(Member):
     def _gather(self) -> list[Report]:
         return [self._hear(other) for other in self._ranks]
 
-    def _hear(self, other: _Rank) -> Report:
+    def _hear(self, other: RankHandle) -> Report:
         """What a rank reports while it starts."""
         try:
             report: Report = plain.receive(other.connection)
         except (EOFError, OSError):
             raise ReplicaLost(self.why_lost() or f"{other.place} ended while starting") from None
         if report.problem:
-            raise _blame(*(self._failure((other, report)) or (other, report)))
+            failed, why = self._failure((other, report)) or (other, report)
+            raise failed.blamed(why)
         return report
 
     def loss(self, error: Exception) -> PenstockError:
         failed = self._failure()
         if failed is not None:
-            return _blame(*failed)
+            other, report = failed
+            return other.blamed(report)
         return ReplicaLost(self.why_lost() or f"another rank is gone: {error}")
 
-    def _failure(self, found: tuple[_Rank, Report] | None = None) -> tuple[_Rank, Report] | None:
+    def _failure(self, found: tuple[RankHandle, Report] | None = None) -> tuple[RankHandle, Report] | None:
         """Why ranks have failed while starting, of all that they report; `found`: what one has reported.
         One that has lost another fails too, perhaps earlier than the other can say why."""
         deadline = time.monotonic() + 1.0
         while (found is None or not found[1].on_purpose) and time.monotonic() < deadline:
             for other in self._ranks:
-                report = _next_report(other)
+                report = other.next_report()
                 if report is not None and report.problem and (found is None or report.on_purpose):
                     found = other, report
             time.sleep(0.02)
@@ -393,54 +389,12 @@ class Ranks(Member):
                 code = other.process.poll()
                 if code is not None:
                     ended = describe_exit(code) if other.remote is None else other.remote.ended
-                    self._lost = f"{other.place} is gone ({ended}){_last_report(other)}"
+                    self._lost = f"{other.place} is gone ({ended}){other.last_report()}"
                     break
             else:
                 time.sleep(0.02)
         return self._lost
 
 
-def _spawn(place: Place, link: Connection | None = None) -> _Rank:
-    return _Rank(place, *start_rank(link))
-
-
-def _replaceable(rank: _Rank) -> bool:
-    """Whether it is there, or its machine is."""
-    return rank.remote is None or rank.process.poll() is None or rank.remote.replaceable
-
-
-def _hang_up(rank: _Rank) -> None:
-    """Close a rank's connection for good: closing alone would leave it open while a thread waits for a message from it.
-    That thread ends first, or it would go on with a file that is closed, or is another one by then."""
-    connection, reader = rank.connection, rank.reader
-    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        end.shutdown(socket.SHUT_RDWR)
-    if reader is not None and reader is not threading.current_thread():
-        reader.join(_LEAVE_S)
-    connection.close()
-
-
-def _last_report(rank: _Rank) -> str:
-    if rank.reader is not None:
-        rank.reader.join(1.0)
-        return f": {rank.last_words}" if rank.last_words else ""
-    while (report := _next_report(rank)) is not None:
-        if report.problem:
-            return f": {report.problem}"
-    return ""
-
-
-def _blame(rank: _Rank, report: Report) -> PenstockError:
-    return (ConfigError if report.on_purpose else ReplicaLost)(f"{rank.place}: {report.problem}")
-
-
-def _next_report(rank: _Rank) -> Report | None:
-    """What a rank that has no reader has said and nobody has heard."""
-    if rank.reader is not None:
-        return None
-    with suppress(EOFError, OSError):
-        while rank.connection.poll():
-            report = plain.receive(rank.connection)
-            if isinstance(report, Report):
-                return report
-    return None
+def _spawn(place: Place, link: Connection | None = None) -> RankHandle:
+    return RankHandle(place, *start_rank(link))

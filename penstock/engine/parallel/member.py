@@ -40,6 +40,8 @@ from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
 from penstock.errors import PenstockError, ReplicaLost
 
+GONE = (RuntimeError, ConnectionError, TimeoutError)
+"""What groups raise when a member is gone: those of one machine, and those between machines."""
 KV_BLOCKS = "KV blocks"
 """What ranks call the blocks of their caches when they agree on a number."""
 
@@ -74,7 +76,7 @@ class Member(ABC):
             self._announce()
             try:
                 self._groups = Groups(self.place, self.rendezvous, backend)
-            except RuntimeError as error:  # one that was here first may have failed since, and left
+            except GONE as error:  # one that was here first may have failed since, and left
                 raise self.loss(error) from error
 
     @property
@@ -140,7 +142,7 @@ class Member(ABC):
         assert group is not None
         try:
             return group.sum(x)
-        except RuntimeError as error:
+        except GONE as error:
             raise self.loss(error) from error
 
     def loss(self, error: Exception) -> PenstockError:

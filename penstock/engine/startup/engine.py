@@ -182,8 +182,14 @@ def _assemble(
         )
         if ranks is not None:
             ranks.when_lost.append(engine.exchange.start_over)
-    if ranks is not None and config.expert_parallel and not part.model.by_transformers:
-        engine.balancer = _balancer(config, part, ranks)
+    if ranks is not None and config.expert_parallel:
+        if not part.model.by_transformers:
+            engine.balancer = _balancer(config, part, ranks)
+        elif config.expert_rebalance_s:
+            log.warning(
+                "expert_rebalance_s has no effect: experts of %s models, which run through transformers, do not move",
+                part.model.family,
+            )
     executor = runner.executor
     with phases(executor.phase) if executor.phase else nullcontext():
         executor.prepare(part.token_budget)

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.backend import Backend, WeightPlan
-from penstock.engine.backends.interface import FP8, INT8, StepLimits
+from penstock.engine.backends.interface import FP8, INT8, AttentionBatch, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
@@ -266,8 +267,17 @@ def _stage_tap(tap: Tap | None, model: ModelConfig, member: Member | None) -> Ta
 def _together(member: Member, decoder: Decoder) -> Forward:
     """A pass through the parts of all ranks, of which this one has `decoder`."""
     from penstock.engine.parallel.decoder import Stage
+    from penstock.engine.parallel.member import GONE
 
-    return Stage(member.connect(decoder), member.groups).whole
+    stage = Stage(member.connect(decoder), member.groups)
+
+    def forward(token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        try:
+            return stage.whole(token_ids, batch, kv)
+        except GONE as error:
+            raise member.loss(error) from error
+
+    return forward
 
 
 def check_deterministic(config: EngineConfig, backend: Backend) -> None:

@@ -43,7 +43,13 @@ from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.thoughts import channels_of, plan, reading, with_thought
 from penstock.gateway.generation.tokenization import check_size
-from penstock.gateway.generation.tool_choice import check_tool_count, check_tools, grammar_for, toolbox_of
+from penstock.gateway.generation.tool_choice import (
+    check_constrained,
+    check_tool_count,
+    check_tools,
+    grammar_for,
+    toolbox_of,
+)
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -170,6 +176,7 @@ class ChatGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=await grammar_for(self.grammars, request, toolbox, exchange, channels),
         )
+        check_constrained(model, params.grammar)
         params = self.watermarks.marked(exchange, request.watermark, params)
         quota = self.cap(exchange, "context_tokens", model.base_name)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)

@@ -32,6 +32,7 @@ from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
+from penstock.gateway.generation.tool_choice import check_constrained
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.placement import ANYWHERE
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -76,6 +77,7 @@ class CompletionGenerations(GenerationFactory):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await self.models.open(attempt, attempt.model, limit)
         grammar = await self.grammars.response_format(request.response_format, exchange)
+        check_constrained(model, grammar)
         # Where the best of several are wanted, what each of their tokens costs is needed to choose them.
         logprobs = request.logprobs if made == (request.n or 1) else request.logprobs or 0
         params = sampling_params(

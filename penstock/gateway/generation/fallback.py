@@ -126,6 +126,7 @@ class FallbackChain:
         """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `question`
         decides which model it leads to; where its traffic is split, an experiment does."""
         self._permissions.check_exists(exchange, model)
+        await self._registry.prepare(model)
         await self._content_filter.mark(exchange, lambda: question().read)
         asked, (model, trial) = model, await self._experiments.assign(exchange, model)
         model, chosen = await self._routes.choose(model, exchange, question)
@@ -178,6 +179,7 @@ class FallbackChain:
 
     async def _ask(self, run: _Run, model: str) -> None:
         """Ask a model and its fallbacks."""
+        await self._registry.prepare(model)
         chain = self._permitted(run.exchange, self._registry.chain(model, self._admissions.waiting))
         run.alone = len(chain) == 1
         failed: dict[Link, ApiError] = {}
@@ -195,6 +197,7 @@ class FallbackChain:
     async def _asked(self, attempt: Attempt, run: _Run) -> ApiError | None:
         """Have one model answer; returns why it did not, if another may."""
         try:
+            await self._registry.prepare(attempt.model)
             await run.answer(attempt)
             if attempt.trial is not None:
                 attempt.trial.answered(attempt.exchange)

@@ -99,11 +99,12 @@ class Permissions:
         note_model(exchange, name, remote.name, "direct" if name == remote.name else "alias")
         return remote
 
-    def find(self, exchange: Exchange, name: str) -> ServedModel:
+    async def find(self, exchange: Exchange, name: str) -> ServedModel:
         """The model that runs here under `name`, for a request that needs its tokenizer only."""
         if name in self._routes and name not in self._registry.stand_ins:
             raise self.unknown(exchange.caller, name)
         self.check_exists(exchange, name)
+        await self._registry.prepare(name)
         route = self._registry.route(name)
         model = route.model
         note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)

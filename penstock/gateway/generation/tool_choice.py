@@ -101,6 +101,16 @@ def toolbox_of(request: ChatRequest, model: TokenizedModel) -> Toolbox | None:
     )
 
 
+def check_constrained(model: TokenizedModel, grammar: str) -> None:
+    """Refuse a grammar for a model whose adapter has other tokens than the engine's grammars are made of."""
+    if grammar and not model.text.takes_grammars:
+        raise InvalidRequest(
+            f"The answers of `{model.name}` cannot be constrained (structured output, grammars, required tool calls): "
+            "its adapter's tokenizer spells tokens of the model differently.",
+            code="unsupported_grammar",
+        )
+
+
 def _control_id(mark: str, model: TokenizedModel) -> int | None:
     id = model.text.token_id(mark)
     return id if id is not None and model.text.is_special(id) else None

@@ -8,7 +8,6 @@ then may finish. A model that cannot be served (its chat template is broken) doe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -53,7 +52,7 @@ def served(
     text = load_text(folder)
     texts = AdapterTexts(text, folder, adapter_folder)
     for _, adapter in model.adapter_sources:
-        read_early(texts, adapter)
+        texts.refresh(adapter)  # before it is asked for
     labelled = [split_endpoint(endpoint) for endpoint in endpoints]
     replicas = [native(model, str(index), endpoint, curve) for index, (endpoint, _) in enumerate(labelled)]
     routing = settings.routing
@@ -77,12 +76,6 @@ def served(
         adapter_texts=texts,
         **client_settings(model, text),
     )
-
-
-def read_early(texts: AdapterTexts, source: str) -> None:
-    """Have the text of an adapter before it is asked for; a request for one that cannot be read is told why."""
-    with contextlib.suppress(PenstockError):
-        texts.of(source)
 
 
 def client_settings(model: ModelSettings, text: TextModel) -> dict[str, Any]:

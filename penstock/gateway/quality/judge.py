@@ -215,6 +215,7 @@ class Judge:
         remote = self._registry.remote(self._config.model or sample.model)
         if remote is not None:
             return await self._grade_remotely(remote, sample, form, texts)
+        await self._registry.prepare(self._config.model or sample.model)
         model = self._registry.route(self._config.model or sample.model).model
         info = await model.backend.wait_ready(self._settings.engine_wait_s)
         most = min(MOST_CHARACTERS, int(info.max_model_len * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))

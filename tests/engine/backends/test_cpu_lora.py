@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from penstock.engine.adapters.layout import AdapterLayout, Site, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
+from penstock.engine.adapters.rows import EndRows, ReplacedRows, RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.backends.cpu.build import isa_choices
 from penstock.engine.backends.cpu.lora import CpuLora
@@ -107,3 +109,18 @@ def test_tiles_cover_every_token_once_by_slot() -> None:
             seen.extend(part.tolist())
         assert sorted(seen) == np.flatnonzero(slots >= 0).tolist()
         assert len(tiles.slots) <= most_tiles(tokens, count, block)
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_rows_of_the_head_are_replaced_behind_a_step(kind: str) -> None:
+    slots = np.array([1, -1, 1], np.int32)
+    native = kind == "native"
+    lora = CpuLora(Handle(1, "native"), LAYOUT, 2) if native else ReferenceLora(LAYOUT, 2, torch.device("cpu"))
+    lora.rows = RowBank(2, 10, 6, torch.float32, torch.device("cpu"))
+    row = ReplacedRows(torch.tensor([4]), torch.ones(1, 6))
+    lora.put(1, replace(adapter(2, torch.float32), rows=EndRows(head=row)))
+    lora.begin(np.array([1, 1, 1, -1, 1], np.int32))
+    lora.begin_head(slots)
+    x, y = torch.randn(3, 6), torch.zeros(3, 10)
+    lora.rows.replace_logits(x, y)
+    torch.testing.assert_close(y[:, 4], x.sum(1) * torch.tensor([1.0, 0.0, 1.0]))

@@ -31,7 +31,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model_type", "attention", "grid"), CASES)
-def test_tokens_equal_the_library(model_type: str, attention: str, grid: tuple[int, int], tmp_path: Path) -> None:
+def test_tokens_equal_the_library(
+    model_type: str, attention: str, grid: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_foreign(model_type, tmp_path)
     reference, rng = Reference(folder), random.Random(7)
     prompts = {f"r{n}": prompt_of(rng, n) for n in (1, 17, 70)}
@@ -45,6 +47,7 @@ def test_tokens_equal_the_library(model_type: str, attention: str, grid: tuple[i
         divided = [module for module in part.stage.base.modules() if isinstance(module, DividedExperts)]
         if grid[1] == 1:
             assert divided, "its experts are divided"
+        assert "expert_rebalance_s has no effect" in caplog.text
         for module in divided:
             assert all(len(value) < 8 for value in module.inner.parameters())
 
@@ -68,7 +71,7 @@ def test_prompts_of_shards_with_their_own_sequences_are_handed_over(tmp_path: Pa
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("starcoder2", SHARED, "this model has no experts"),
+        pytest.param("starcoder2", SHARED, "this model has no experts", marks=pytest.mark.slow),
         pytest.param("jetmoe", SHARED, "this model has no experts that could be divided", marks=pytest.mark.slow),
         ("phimoe", {**SHARED, "expert_copies": 1}, "expert_copies: not available for phimoe models"),
     ],

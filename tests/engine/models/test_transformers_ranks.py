@@ -3,9 +3,11 @@ and the tokens are the library's."""
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,10 @@ from torch import Tensor, nn
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.transformers import load
 from penstock.engine.models.transformers.body import CannotDivide, Elsewhere, Junction, NoEmbedding, StageBody
+from penstock.engine.models.transformers.comparison import Comparison
 from penstock.engine.models.transformers.decoder import TransformersDecoder
+from penstock.engine.models.transformers.dependencies import LayerProbe
+from penstock.engine.models.transformers.hidden import PackedPass, SequencePass
 from penstock.engine.parallel.groups import Groups
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, ConfigError
@@ -176,6 +181,77 @@ def test_a_rank_that_fails_while_others_still_meet_is_the_reason(
         pass
 
 
+@pytest.mark.parametrize("fits_not_on", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_all_shards_leave_the_engines_attention_where_one_does(
+    fits_not_on: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three heads on two shards: feed-forwards are divided and summed, and nothing else has settled which attention."""
+    folder = write_foreign("starcoder2", tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
+    check, leader, kinds = Comparison.check, threading.current_thread(), []
+
+    def checked(comparison: Comparison, hidden: Any, *arguments: Any, **options: Any) -> None:
+        check(comparison, hidden, *arguments, **options)
+        kinds.append(type(hidden))
+        if isinstance(hidden, PackedPass) and (threading.current_thread() is leader) is (fits_not_on == 0):
+            raise CheckpointError("pretend that it differs")
+
+    monkeypatch.setattr(Comparison, "check", checked)
+    prompt = prompt_of(random.Random(1), 30)
+    with threaded_engine(folder, 2, 1) as engine:
+        part: Any = engine.runner.decoder.stage.decoder  # type: ignore[attr-defined]
+        assert part.cuts.columns and not part.cuts.heads
+        assert Reference(folder).agrees(prompt, generate(engine, greedy("r", prompt, 8))["r"])
+    assert kinds == [PackedPass] * 2 + [SequencePass] * 2
+
+
+@pytest.mark.slow
+def test_a_model_is_not_read_again_beside_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read, fits = write_foreign("starcoder2", tmp_path), load.read_model, load.first_that_fits
+    first: dict[threading.Thread, weakref.ref[Any]] = {}
+    alive, tried = [], set()
+
+    def reads(*arguments: Any, **options: Any) -> Any:
+        thread = threading.current_thread()
+        if thread in first:
+            alive.append(first[thread]() is not None)
+        model = read(*arguments, **options)
+        first.setdefault(thread, weakref.ref(model))
+        return model
+
+    def differs(*arguments: Any, **options: Any) -> Any:
+        hidden, thread = fits(*arguments, **options), threading.current_thread()
+        if thread not in tried:
+            tried.add(thread)
+            raise CheckpointError("pretend that it differs")
+        return hidden
+
+    monkeypatch.setattr(load, "read_model", reads)
+    monkeypatch.setattr(load, "first_that_fits", differs)
+    gc.disable()
+    try:
+        with threaded_engine(folder, 2, 1):
+            assert alive == [False, False]
+    finally:
+        gc.enable()
+
+
+class _Halves(nn.Module):
+    """Each of two linears feeds one half of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.cat((self.a(hidden_states), self.b(hidden_states)), -1))
+        return out
+
+
+def test_no_shard_is_left_without_rows() -> None:
+    cuts = LayerProbe(_Halves(), (torch.randn(1, 5, 8),), {}, 2).cuts()
+    assert all(bool(needed.any(0).all()) for needed in cuts.rows.values())
+
+
 class _ReadsIds(nn.Module):
     """Two layers, of which the second reads what tokens they are."""
 
@@ -204,7 +280,7 @@ def test_layers_that_read_ids_have_no_stages() -> None:
 @pytest.mark.parametrize("model_type", sorted(UNCUT))
 def test_what_has_no_shards_is_refused(model_type: str, tmp_path: Path) -> None:
     folder = write_foreign(model_type, tmp_path)
-    with pytest.raises((ConfigError, CheckpointError), match="cannot be run"), threaded_engine(folder, 2, 1):
+    with pytest.raises((ConfigError, CheckpointError), match="read the tokens too"), threaded_engine(folder, 2, 1):
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -228,6 +229,36 @@ def test_a_process_that_is_killed_is_replaced_so_often_and_no_oftener(
             drain(engine)
     finally:
         engine.close()
+
+
+def test_a_rank_that_cannot_be_started_ends_the_engine_and_whoever_waits_for_it(folder: Path) -> None:
+    with threaded_engine(folder, 2, 1, **SETTINGS) as engine:
+        engine.submit(BATCH[0])
+        engine.step()
+        lose(engine, 1)
+        with (
+            patch.object(launch, "_spawn", side_effect=BlockingIOError("no more processes")),
+            pytest.raises(ReplicaLost, match="could not be replaced: no more processes"),
+        ):
+            drain(engine)
+        assert engine.ranks is not None and not engine.ranks.await_restart(engine.ranks.generation)
+
+
+def test_what_a_rank_could_not_do_while_all_calibrated_is_what_the_engine_fails_with(folder: Path) -> None:
+    here = threading.current_thread()
+
+    def fails_elsewhere(*args: Any, **options: Any) -> Decoder:
+        if threading.current_thread() is not here:
+            raise ConfigError("no room for calibration")
+        return calibrate(*args, **options)
+
+    settings = {**SETTINGS, "kv_dtype": "int8"}
+    with (
+        patch.object(part, "calibrate", fails_elsewhere),
+        pytest.raises(ConfigError, match=r"rank 1 .*: no room for calibration"),
+        threaded_engine(folder, 2, 1, **settings),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from unittest.mock import patch
 from penstock.engine.core import Engine
 from penstock.engine.parallel import launch, rank
 from penstock.engine.parallel.child import connection_pair
+from penstock.engine.parallel.handle import RankHandle
 from penstock.engine.parallel.layout import Place
 from tests.engine.harness import make_engine
 
@@ -48,10 +49,10 @@ class ThreadProcess:
         assert not self._thread.is_alive(), "the rank did not leave by itself"
 
 
-def _spawn(place: Place, link: Connection | None = None) -> launch._Rank:
+def _spawn(place: Place, link: Connection | None = None) -> RankHandle:
     ours, theirs = connection_pair()
     process: Any = ThreadProcess(theirs, link)
-    return launch._Rank(place, process, ours)
+    return RankHandle(place, process, ours)
 
 
 @contextmanager

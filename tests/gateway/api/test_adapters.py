@@ -22,6 +22,7 @@ from penstock.sources.adapters import resolve_adapter
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from penstock.text.adapter_text import AdapterTexts
+from penstock.text.vocabulary import grammars_of
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
 from tests.gateway.conftest import free_port
@@ -43,7 +44,8 @@ async def serving(
     base: Path, text: TextModel, *adapters: AdapterSpec, texts: AdapterTexts | None = None, **engine: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     settings = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "threads": 1, **engine}
-    loaded = Engine.load(EngineConfig(model=str(base), adapters=adapters, **settings), find_adapter=resolve_adapter)
+    config = EngineConfig(model=str(base), adapters=adapters, **settings)
+    loaded = Engine.load(config, find_adapter=resolve_adapter, grammars=grammars_of(base))
     port = free_port()
     names = tuple(spec.name for spec in adapters)
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2)

@@ -214,9 +214,9 @@ class TritonLora:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
 
     def begin_head(self, slots: np.ndarray) -> None:
-        if self.rows is not None:
-            self.rows.begin_head(slots)
         self.begin(slots)
+        if self.rows is not None:
+            self.rows.begin_head(slots)  # behind `begin`, which forgets the rows of logits of the step before
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         """In a graph all tokens have logits, so their tiles are those of the step."""

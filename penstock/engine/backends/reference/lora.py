@@ -66,9 +66,9 @@ class ReferenceLora:
                 y.index_add_(0, rows, delta if weights is None else (delta * weights.view(-1, 1)[rows]).to(y.dtype))
 
     def begin_head(self, slots: np.ndarray) -> None:
-        if self.rows is not None:
-            self.rows.begin_head(slots)
         self.begin(slots)
+        if self.rows is not None:
+            self.rows.begin_head(slots)  # behind `begin`, which forgets the rows of logits of the step before
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self.add(x, y, placed)

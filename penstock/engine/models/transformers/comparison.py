@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.models.transformers.body import Body, CannotDivide
+from penstock.engine.models.transformers.body import Body, CannotDivide, StageBody
 from penstock.engine.models.transformers.hidden import HiddenStates
 from penstock.errors import CheckpointError
 
@@ -49,6 +49,20 @@ class Comparison:
         except Exception as error:
             raise refusal(config, f"the library itself does not run it ({type(error).__name__}: {error})") from error
         self._entry, self._expected = entry, expected.float()
+        if isinstance(body, StageBody) and body.junction.first:
+            self._check_embedding(body)
+
+    def _check_embedding(self, body: StageBody) -> None:
+        """CannotDivide where a pass over embedded tokens, as ranks begin with, is not one over the tokens."""
+        try:
+            found = body(self._entry, use_cache=False).float()
+        except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CannotDivide(f"its layers do not run on embedded tokens ({what})") from error
+        if not float((found - self._expected).norm()) <= _ROUNDED * float(self._expected.norm()):
+            raise CannotDivide("its layers read the tokens too, beside their embedding")
 
     @torch.inference_mode()
     def check(

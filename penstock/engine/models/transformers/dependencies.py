@@ -108,7 +108,7 @@ class LayerProbe:
         return found if found <= into - {name} else set()
 
     def _rows(self, name: str, targets: set[str]) -> Tensor | None:
-        """See `LayerCuts.rows`; None where no row is of one part alone."""
+        """See `LayerCuts.rows`; None where no row is of one part alone, or a part has none."""
         size = self._shapes[name][0]
         needed = torch.ones(size, self._parts, dtype=torch.bool)
         self._runs = 0
@@ -124,7 +124,7 @@ class LayerProbe:
             elif hits.any() and end - begin > 1:  # what changes nothing is left to all
                 middle = (begin + end) // 2
                 ranges += [(begin, middle), (middle, end)]
-        return needed if bool((needed.sum(1) == 1).any()) else None
+        return needed if bool((needed.sum(1) == 1).any() and needed.any(0).all()) else None
 
     def _hits(self, name: str, begin: int, end: int, targets: set[str]) -> Tensor:
         """Which parts of the inputs of `targets` some rows reach."""

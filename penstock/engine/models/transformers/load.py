@@ -3,33 +3,25 @@ attention surveyed, and the result compared with what the library computes alone
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.backends.interface import HeadLayout
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.attention import (
-    CALLS,
-    PAGED,
-    SURVEYED,
-    HeadPart,
-    PagedCalls,
     Site,
-    cached_dim,
 )
 from penstock.engine.models.transformers.body import Body, CannotDivide, Junction, StageBody, WholeBody, take_out
 from penstock.engine.models.transformers.comparison import Comparison, refusal
@@ -37,8 +29,7 @@ from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.cuts import Cuts, Shard
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
 from penstock.engine.models.transformers.experts import divide_experts, find_experts, has_experts
-from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
-from penstock.engine.models.transformers.interface import register, use
+from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass
 from penstock.engine.models.transformers.linears import (
     EngineLinear,
     ModuleWeights,
@@ -46,16 +37,14 @@ from penstock.engine.models.transformers.linears import (
     replace_linears,
     shapes_by_layer,
 )
+from penstock.engine.models.transformers.passes import first_that_fits
 from penstock.engine.models.transformers.read import Reduce, read_model
 from penstock.engine.models.transformers.shards import CLOSE, find_cuts
-from penstock.engine.models.transformers.survey import TOKENS, Survey
+from penstock.engine.models.transformers.survey import TOKENS
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
-from penstock.errors import CheckpointError, ConfigError, ReplicaLost
+from penstock.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
-
-_NOT_OF_THE_MODEL = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide, ReplicaLost)
-"""Raised in a pass, these say nothing of whether the engine's attention fits the model."""
 
 
 class Way(Enum):
@@ -105,7 +94,10 @@ def load_decoder(
         try:
             return load(alone, experts, report, cut=cut)
         except _PartsDiffer as error:
-            log.warning("tensor_parallel: %s models cannot be divided with %s: %s", config.family, cut.value, error)
+            log.warning(
+                "tensor_parallel: %s models cannot be divided with %s: %s", config.family, cut.value, str(error)
+            )
+        gc.collect()  # the model is read again: not beside what is left of this attempt
     log.warning("tensor_parallel: every shard has this %s model whole", config.family)
     return load(alone, experts, report, cut=Way.WHOLE)
 
@@ -221,20 +213,21 @@ def _load(
     def check(hidden: HiddenStates) -> None:
         comparison.check(hidden, None if staged else head, dtype, device, rounded=rounds)
 
-    differs: CheckpointError | None = None
+    differs = ""
     try:
-        hidden = _first_that_fits(body, config, backend, dtype, check, alone=alone, cuts=cuts)
+        hidden = first_that_fits(body, config, backend, dtype, check, alone=alone, cuts=cuts)
         if cuts is not None and cuts.experts and cuts.shard.exchange and not isinstance(hidden, PackedPass):
             # Sequence by sequence, shards would not meet at the same experts.
             raise refusal(config, "it does not run with the engine's attention")
     except CheckpointError as error:
         if shard is None or cut is Way.WHOLE:
             raise
-        differs = error
+        differs = str(error)
     if shard is not None and cut is not Way.WHOLE:
-        failed = shard.any([differs is not None])[0]
+        shard.agree(0)
+        failed = shard.any([bool(differs)])[0]
         if not shard.agree(int(not failed)):  # all ranks try again, or none
-            raise _PartsDiffer(str(differs or "another rank's part differs")) from differs
+            raise _PartsDiffer(differs or "another rank's part differs")
     embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
     stage = body if isinstance(body, StageBody) else None
@@ -284,109 +277,6 @@ def _found(config: ModelConfig, sites: list[Site], span: tuple[int, int]) -> Mod
     windows = tuple(site.heads.window for site in sites)
     behind = config.num_layers - span[1]
     return replace(config, windows=((None,) * span[0] + windows + (None,) * behind))
-
-
-def _first_that_fits(
-    body: Body,
-    config: ModelConfig,
-    backend: LayerFactory,
-    dtype: torch.dtype,
-    check: Callable[[HiddenStates], None],
-    *,
-    alone: bool = False,
-    cuts: Cuts | None = None,
-) -> HiddenStates:
-    """How the model's hidden states are computed: with the engine's attention, or else with the model's own. Shards
-    that divide heads have settled which."""
-    base = body.base
-    heads = {} if cuts is None else cuts.heads
-    settled = None if cuts is None or not heads else cuts.paged
-    takes_positions = "position_ids" in signature(base.forward).parameters
-    reason = "it does not take positions"
-    if takes_positions and settled is not False:
-        try:
-            packed = _packed(body, config, backend, heads)
-            hidden: HiddenStates = TokenPass(packed) if alone else packed
-            check(hidden)
-            return hidden
-        except _NOT_OF_THE_MODEL:
-            raise
-        except Exception as error:
-            reason = str(error)
-            if settled:
-                raise refusal(config, reason) from error
-    use(base, "eager")
-    log.warning(
-        "%s: sequences run one after the other with the model's own attention, since ours does not fit (%s)",
-        config.family,
-        reason,
-    )
-    begin, _ = own_layers(body, config)
-    whole = _cached_sites(body, config, backend.device, takes_positions)
-    sites = [site.divided(heads.get(index)) for index, site in enumerate(whole)]
-    by_sequence = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
-    check(by_sequence)
-    return by_sequence
-
-
-def own_layers(body: Body, config: ModelConfig) -> tuple[int, int]:
-    """The layers that this process has."""
-    return body.junction.span if isinstance(body, StageBody) else (0, config.num_layers)
-
-
-def _packed(body: Body, config: ModelConfig, backend: LayerFactory, heads: Mapping[int, HeadPart]) -> PackedPass:
-    """With the engine's attention, wherever the model calls it."""
-    device, base = backend.device, body.base
-    register()
-    survey = Survey({module: name for name, module in base.named_modules()}, config.family)
-    use(base, SURVEYED)
-    token = CALLS.set(survey)
-    try:
-        body(
-            body.sample(TOKENS, device), position_ids=torch.arange(TOKENS, device=device).unsqueeze(0), use_cache=False
-        )
-    finally:
-        CALLS.reset(token)
-    if not survey.sites:
-        raise refusal(config, "it is not on the library's attention interface")
-    _check_layers(config, len({site.module for site in survey.sites}), own_layers(body, config))
-    use(base, PAGED)
-    sites = [site.divided(heads.get(call)) for call, site in enumerate(survey.sites)]
-    return PackedPass(body, sites, PagedCalls(sites, backend.ops, device))
-
-
-def _cached_sites(body: Body, config: ModelConfig, device: torch.device, takes_positions: bool) -> list[Site]:
-    """What a model with attention of its own keeps, as seen in a cache of the library's."""
-    library: Any = import_module("transformers.cache_utils")
-    cache = library.DynamicCache()
-    positions = {"position_ids": torch.arange(TOKENS, device=device).unsqueeze(0)} if takes_positions else {}
-    try:
-        body(body.sample(TOKENS, device), past_key_values=cache, use_cache=True, **positions)
-    except _NOT_OF_THE_MODEL:
-        raise
-    except Exception as error:
-        raise refusal(config, f"it does not run with a cache of keys and values ({error})") from error
-    begin, end = own_layers(body, config)
-    _check_layers(config, len(cache.layers) - begin, (begin, end))
-    sites = []
-    for index, layer in enumerate(cache.layers[begin:], start=begin):
-        if type(layer) is not library.DynamicLayer or layer.keys is None or layer.keys.dim() != 4:
-            raise refusal(config, f"layer {index} keeps something other than keys and values")
-        (_, heads, tokens, key_dim), (_, value_heads, _, value_dim) = layer.keys.shape, layer.values.shape
-        if tokens != TOKENS or heads != value_heads:
-            raise refusal(config, f"layer {index} does not keep one key and one value for every token")
-        layout = HeadLayout(heads=heads, kv_heads=heads, head_dim=cached_dim(key_dim, value_dim), scale=1.0)
-        sites.append(Site(str(index), layout, key_dim, value_dim))
-    return sites
-
-
-def _check_layers(config: ModelConfig, attending: int, span: tuple[int, int]) -> None:
-    if attending != span[1] - span[0]:
-        raise refusal(
-            config,
-            f"{attending} of its {span[1] - span[0]} layers attend to keys and values; what the others keep of earlier "
-            "tokens is not known",
-        )
 
 
 def _layers(sites: list[Site], linears: list[EngineLinear], head: str, backend: LayerFactory) -> list[DecoderLayer]:

@@ -69,8 +69,10 @@ def settle(
             return Settled({}, {}, paged)
     order = sorted(layers)
     while True:
-        rehearsal.run(paged)
-        faults = any_of([index in rehearsal.faults for index in order])
+        ends = rehearsal.run(paged)
+        *faults, broken = any_of([*(index in rehearsal.faults for index in order), not ends])
+        if broken:
+            return Settled({}, {}, paged)
         if not any(faults):
             return rehearsal.settled(paged)
         for index, faulty in zip(order, faults, strict=True):
@@ -142,8 +144,8 @@ class _Rehearsal:
             rest |= set(called[index]) - first
         return bool(self._kept)
 
-    def run(self, paged: bool) -> None:
-        """Run the part; `faults` has the layers in which it is not that of the whole."""
+    def run(self, paged: bool) -> bool:
+        """Run the part; `faults` has the layers in which it is not that of the whole. False where it does not run."""
         self.faults = set()
         inputs = {module: iter(noted) for module, noted in self._inputs.items()}
         with ExitStack() as stack:
@@ -201,7 +203,13 @@ class _Rehearsal:
                 mine[:, :, here] = out[:, :, here]
                 return mine
 
-            self._pass(paged, attended, without)
+            try:
+                self._pass(paged, attended, without)
+            except (KeyboardInterrupt, MemoryError, CannotDivide):
+                raise
+            except Exception:  # whatever a model does when values are zero that never were
+                return False
+        return True
 
     def settled(self, paged: bool) -> Settled:
         layers = {}

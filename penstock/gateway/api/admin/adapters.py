@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -76,7 +75,7 @@ class AdapterEndpoints:
         spec = AdapterSpec(request.name, request.source, request.pinned, self._owner_of(exchange, model, request))
         status = await model.backend.load_adapter(spec)
         if model.adapter_texts is not None:
-            await asyncio.to_thread(model.adapter_texts.of, request.source)
+            await model.adapter_texts.prepare(request.source)
         await self._forget_answers(request.name)
         await exchange.reply_json(describe(model, status))
 

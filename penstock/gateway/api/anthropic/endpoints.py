@@ -69,7 +69,7 @@ class MessageEndpoints:
                 more = {"estimated": True} if found.estimated else {}
                 await exchange.reply_json({"input_tokens": found.count, **more})
                 return
-            model = pipeline.permissions.find(exchange, request.model)
+            model = await pipeline.permissions.find(exchange, request.model)
             toolbox = toolbox_of(chat, model)
             tools, most = () if toolbox is None else toolbox.tools, most_counted(model)
             chat, _ = plan(exchange, chat, model)

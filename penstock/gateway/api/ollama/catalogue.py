@@ -106,6 +106,7 @@ class Catalogue:
                 else ["completion", *(["tools"] if remote.supports("tools") else [])]
             )
             return _shown(_details("remote"), about, able, remote.created)
+        await self._registry.prepare(name)
         model = self._registry.route(name).model
         shape = await self._shape(model)
         family = "unknown" if shape is None else shape.family
@@ -128,12 +129,13 @@ class Catalogue:
         shown["template"] = model.text.template_source
         return shown
 
-    def model(self, caller: Caller, name: str) -> ServedModel | None:
+    async def model(self, caller: Caller, name: str) -> ServedModel | None:
         """A model that runs here, by its resolved name; None: it runs elsewhere, or is a route."""
         if not self._permissions.exists(caller, name):
             raise self._permissions.unknown(caller, name)
         if name in self._routes.rules or self._registry.remote(name) is not None:
             return None
+        await self._registry.prepare(name)
         return self._registry.route(name).model
 
     def _entry(self, name: str, created: int, details: dict[str, Any], size: int = 0) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class OllamaEndpoints:
         if not request.prompt and not request.images:
             await self._load(exchange, request, name, chat=False)
             return
-        model = self._catalogue.model(exchange.caller, name)
+        model = await self._catalogue.model(exchange.caller, name)
         if request.raw or (model is not None and not model.text.has_chat_template):
             await self._continue(exchange, request, name, model)
         else:
@@ -83,7 +83,7 @@ class OllamaEndpoints:
     ) -> None:
         pipeline = self._pipeline
         limit = self._limit(request)
-        model = self._catalogue.model(exchange.caller, name)
+        model = await self._catalogue.model(exchange.caller, name)
         if request.think not in (None, False) and model is not None and style_of(model) is None:
             raise no_thoughts(request)
         think(asked, request)
@@ -137,7 +137,7 @@ class OllamaEndpoints:
     async def _load(self, exchange: Exchange, request: Answered, name: str, *, chat: bool) -> None:
         """A request without a prompt only has the model loaded."""
         note_advice(exchange, request)
-        model = self._catalogue.model(exchange.caller, name)
+        model = await self._catalogue.model(exchange.caller, name)
         if model is not None:
             await model.backend.wait_ready(self._pipeline.settings.engine_wait_s)
         said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}

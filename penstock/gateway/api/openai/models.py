@@ -63,7 +63,10 @@ class ModelEndpoints:
 
     async def get_model(self, exchange: Exchange) -> None:
         anthropic = from_anthropic(exchange)
-        found = self._described(exchange.caller, exchange.path.removeprefix("/v1/models/"))
+        name = exchange.path.removeprefix("/v1/models/")
+        if self._permissions.exists(exchange.caller, name):
+            await self._registry.prepare(name)
+        found = self._described(exchange.caller, name)
         await exchange.reply_json(model_info(found) if anthropic else found)
 
     def _described(self, caller: Caller, name: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class TokenEndpoints:
             if remote is not None:
                 await self._tokenize_remote(exchange, request, remote)
                 return
-        model = self._model(exchange, request.model)
+        model = await self._model(exchange, request.model)
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
             tokens = await self._tokens(exchange, request, model)
             work.tokens = len(tokens)
@@ -144,9 +144,9 @@ class TokenEndpoints:
             }
         )
 
-    def _model(self, exchange: Exchange, name: str | None) -> ServedModel:
+    async def _model(self, exchange: Exchange, name: str | None) -> ServedModel:
         permissions = self._permissions
-        return permissions.find(exchange, name or permissions.first(exchange).name)
+        return await permissions.find(exchange, name or permissions.first(exchange).name)
 
     async def _tokens(self, exchange: Exchange, request: TokenizeRequest, model: ServedModel) -> list[int]:
         most, tenant = most_counted(model), exchange.caller.tenant
@@ -170,11 +170,11 @@ class TokenEndpoints:
         check_counted(len(tokens), most, "prompt" if request.messages is None else "messages")
         return tokens
 
-    def _tokenized(self, exchange: Exchange, name: str | None) -> TokenizedModel:
+    async def _tokenized(self, exchange: Exchange, name: str | None) -> TokenizedModel:
         """The model, whose tokenizer must be known here."""
         remote = None if name is None else self._permissions.remote(exchange, name)
         if remote is None:
-            return self._model(exchange, name)
+            return await self._model(exchange, name)
         text = remote_text(remote)
         if text is None:
             raise InvalidRequest(
@@ -187,7 +187,7 @@ class TokenEndpoints:
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
         asked = decode_query(TokenizerQuery, exchange.scope)
-        model = self._tokenized(exchange, asked.model)
+        model = await self._tokenized(exchange, asked.model)
         text = model.text
         await exchange.reply_json(
             {
@@ -202,7 +202,7 @@ class TokenEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         request = _detokenize(exchange, await exchange.body(self._body_limit))
-        model = self._tokenized(exchange, request.model)
+        model = await self._tokenized(exchange, request.model)
         count, most = len(request.tokens), most_counted(model)
         async with self._quotas.text_work(exchange, model.name, count, only=True) as work:
             work.tokens = count

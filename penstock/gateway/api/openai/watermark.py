@@ -56,7 +56,7 @@ class WatermarkEndpoints:
         if not request.text.strip():
             raise InvalidRequest("`text` is empty.", param="text")
         permissions = self._permissions
-        model = permissions.find(exchange, request.model or permissions.first(exchange).name)
+        model = await permissions.find(exchange, request.model or permissions.first(exchange).name)
         tenant = exchange.caller.tenant
         check_size(model, len(request.text), MOST_TOKENS, "text")
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:

@@ -140,7 +140,7 @@ class ResponseEndpoints:
                 more = {"estimated": True} if found.estimated else {}
                 await exchange.reply_json({"object": "response.input_tokens", "input_tokens": found.count, **more})
                 return
-            model = pipeline.permissions.find(exchange, chat.model)
+            model = await pipeline.permissions.find(exchange, chat.model)
             toolbox = toolbox_of(chat, model)
             offered, most = () if toolbox is None else toolbox.tools, most_counted(model)
             prompt = ChatPrompt(pipeline.tokenization, model, offered, exchange.caller.tenant, most)
