@@ -53,6 +53,11 @@ class Batch:
     """Whether every chunk is one token without draft tokens, behind which one is sampled."""
 
     @property
+    def fills(self) -> bool:
+        """Whether blocks or states are copied back from the host."""
+        return any(copies is not None and bool(copies.back) for copies in (self.transfers, self.state_transfers))
+
+    @property
     def prompts(self) -> list[tuple[int, int]]:
         """First position and number of tokens of each chunk of a prompt."""
         if self.num_decodes == self.num_tokens:

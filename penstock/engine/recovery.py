@@ -66,9 +66,10 @@ class Recovery:
         self._memory.trim()
 
     def _isolate(self, batch: Batch, message: str) -> None:
-        """A sequence that was alone in the step has caused it; otherwise try each of them alone."""
+        """A sequence that was alone in the step has caused it, unless that was a copy from the host; otherwise try each
+        of them alone, and without such copies."""
         sequences = self._unwind(batch)
-        if len(batch.chunks) != 1 or batch.speculative or batch.restores:
+        if len(batch.chunks) != 1 or batch.speculative or batch.fills:
             self._scheduler.isolate(sequences)
             return
         for seq in sequences:

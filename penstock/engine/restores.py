@@ -1,8 +1,8 @@
 """Running sequences that wait until blocks of theirs are back from the host.
 
 They have their rows and their blocks. A part of the copies goes with every step (`kv.returns`): as much as takes as
-long as what the step computes, so that the tokens of others take twice as long at most. Steps without anything to
-compute make more of them; a sequence is computed once all of its copies are made or go before its own step.
+long as what the last such step computed, so that the tokens of others take about twice as long. Steps without anything
+to compute make more of them; a sequence is computed once all of its copies are made or go before its own step.
 Invariant: what waits here runs, as far as the scheduler is concerned, and is in no step.
 """
 
@@ -17,7 +17,7 @@ MOST = 4
 MOST_FAILURES = 2
 """A sequence whose copies fail so often is computed."""
 MOST_PIECES = 32
-"""A step copies at most as much as takes as long as its computing, and no more than this times `Returns.at_once`."""
+"""However long a step computes, it copies no more than this times `Returns.at_once`."""
 ALONE = 8
 """A step without anything to compute copies as much as so many others."""
 

@@ -123,7 +123,8 @@ class EngineServer:
         self._quiet = QuietTime()
         self._failures = 0
         self._fruitless = 0
-        self._steps = 0
+        self._progress = (0, 0)
+        """Steps of the engine so far, and blocks that have come back from the host."""
         self._adapters_told: tuple[int, float, list[AdapterStatus]] = (-1, float("-inf"), [])
         self._complained_at = float("-inf")
 
@@ -364,13 +365,15 @@ class EngineServer:
             self._deliver(output.deltas, output.load)
             if isinstance(output, EncodeOutput):
                 self._peers.deliver_encodings(output.encodings, output.load, time.monotonic())
-        # A step without deltas may still have advanced a long prefill; the step counter shows it.
+        # A step without deltas may still have advanced a long prefill, or copied blocks that a request waits for; the
+        # counters show it.
         load = output.load if output is not None else self._engine.load_snapshot()
         # Nothing runs while adapters are being read, which may take minutes: that is not being stuck.
         reading = load.adapters is not None and load.adapters.loading > 0 and not load.running
         reading = reading or getattr(self._engine, "reviving", False)  # so is a rank that is started again
-        if output is not None or load.steps != self._steps or reading:
-            self._steps = load.steps
+        progress = (load.steps, load.restored_blocks)
+        if output is not None or progress != self._progress or reading:
+            self._progress = progress
             self._fruitless = 0
             self._made_progress()
         else:

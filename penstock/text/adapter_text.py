@@ -55,8 +55,10 @@ def adapter_text(
         return base
     tokenizer = read(folder) if brought else None
     rows = max(base.vocab_size, stored_tokens(folder))
-    if tokenizer is not None:
+    if tokenizer is not None and (folder / WEIGHTS).exists():
         _check_rows(tokenizer, base, rows, special)
+    elif tokenizer is not None:  # the weights are where engines run, which refuse tokens that they do not have
+        rows = max(rows, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0))
     return base.adapted(tokenizer, templates, special, rows)
 
 
@@ -161,7 +163,7 @@ class AdapterTexts:
                 folder = self._find(source)
                 stamp = () if folder is None else _stamp(folder)
             except (OSError, PenstockError) as error:
-                known = _Known((), now, problem=str(error))
+                known = _Known(((-1, -1),), now, problem=str(error))  # no file has that stamp
             else:
                 if known is None or known.stamp != stamp:
                     known = self._read(folder, stamp)

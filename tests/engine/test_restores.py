@@ -4,6 +4,7 @@ but they themselves (R-ENG-4). Whatever happens meanwhile, tokens are right and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,50 @@ def test_a_copy_that_fails_costs_no_request(
     else:
         assert generate(engine, greedy("0", text(0), 5)) == {"0": expected["0"]}
     assert left == max(failures - 2, 0)
+    assert_idle(engine)
+
+
+def test_a_copy_that_fails_costs_no_request_that_need_not_wait(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceBackend, "restore_step_bytes", None)
+    engine = gone(folder)
+    run, left = engine.runner.mover.run, 1  # type: ignore[union-attr]
+
+    def failing(transfers: Transfers) -> None:
+        nonlocal left
+        if transfers.back and left:
+            left -= 1
+            raise RuntimeError("broken")
+        run(transfers)
+
+    engine.runner.mover.run = failing  # type: ignore[union-attr, method-assign]
+    assert generate(engine, greedy("0", text(0), 5)) == {"0": expected["0"]} and left == 0
+    assert_idle(engine)
+
+
+def test_deadlines_pass_while_requests_wait_for_their_blocks(folder: Path, expected: dict[str, list[int]]) -> None:
+    """Of one that has its blocks, and of one that is put off because too many have."""
+    count = MOST + 1
+    engine = gone(folder, count, num_blocks=50 + 21 * count)
+    clock, past = engine.clock, 0.0
+    engine.clock = lambda: clock() + past
+    deltas = list[Delta]()
+    for number, found in enumerate(stream(engine)):
+        deltas += found
+        if number == 3:
+            for each in range(count):
+                late = each in (MOST - 1, MOST)
+                engine.submit(replace(greedy(f"{each}", text(each), 5), timeout_s=3600.0 if late else None))
+        if number == 6:
+            assert restoring(engine) == count and len(engine.scheduler._restores._put_off) == 1
+            past = 7200.0
+        if number == 7:
+            assert restoring(engine) == count - 2
+    reasons = {delta.request_id: delta.finish_reason for delta in deltas if delta.finish_reason}
+    assert reasons == {"stream": "length"} | {f"{i}": "timeout" if i >= MOST - 1 else "length" for i in range(count)}
+    said = {name: tokens for name, tokens in collect(deltas).items() if reasons[name] == "length"}
+    assert said == {name: expected[name] for name in said}
     assert_idle(engine)
 
 

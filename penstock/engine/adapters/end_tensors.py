@@ -112,7 +112,13 @@ class EndTensors:
             behind = ids >= vocabulary
             added = self._packed(module, site, ids[behind], values[behind])
             rows["head"] = self._packed(module, site, ids[~behind] - span[0], values[~behind])
-        return EndRows(rows["embedding"], rows["head"], added, tokens) if changes else None
+        found = EndRows(rows["embedding"], rows["head"], added, tokens)
+        if added is not None and not found.has(added.ids.tolist(), vocabulary):
+            raise CheckpointError(
+                f"{self.file}: the head has rows of tokens behind the model's that the embedding has none of, so what "
+                "is generated could not be read; save both"
+            )
+        return found if changes else None
 
     def _check_declared(self, tied: bool) -> None:
         """PEFT saves every module that it was told to train."""

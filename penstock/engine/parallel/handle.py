@@ -38,7 +38,7 @@ class RankHandle:
     reader: threading.Thread | None = None
     """Takes its replies, once something was asked."""
     last_words: str = ""
-    """Why it ended, where the reader was told."""
+    """Why it ended, as far as it has been heard."""
     replaced: bool = False
     """It is gone, and another was started in its place."""
 
@@ -65,6 +65,7 @@ class RankHandle:
             while self.connection.poll():
                 report = plain.receive(self.connection)
                 if isinstance(report, Report):
+                    self.last_words = report.problem or self.last_words
                     return report
         return None
 
@@ -72,11 +73,9 @@ class RankHandle:
         """Why it is gone, as the end of a sentence; nothing where it has not said."""
         if self.reader is not None:
             self.reader.join(1.0)
-            return f": {self.last_words}" if self.last_words else ""
-        while (report := self.next_report()) is not None:
-            if report.problem:
-                return f": {report.problem}"
-        return ""
+        while self.next_report() is not None:
+            pass
+        return f": {self.last_words}" if self.last_words else ""
 
     def blamed(self, report: Report) -> PenstockError:
         """What to raise for a problem that it has reported."""

@@ -141,6 +141,11 @@ def test_tokens_that_an_adapter_does_not_have_are_refused(base: Path, specs: tup
     assert_idle(engine)
 
 
+def test_tokens_that_could_be_generated_but_not_read_are_refused(base: Path, tmp_path: Path) -> None:
+    adapter = write_saved(tmp_path / "head", base, modules=("lm_head",), count=COUNT)
+    assert "that the embedding has none of" in failure(base, adapter)
+
+
 def test_room_is_what_the_configuration_says(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
     adapter = Path(specs[0].source)
     assert "unless adapter_tokens is at least that" in failure(base, adapter, adapter_tokens=COUNT - OWN - 1)

@@ -32,21 +32,25 @@ def batch(*names: str) -> list[Request]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_type", "tensor", "pipeline", "rank"),
+    ("model_type", "tensor", "pipeline", "rank", "more"),
     [
-        ("starcoder2", 2, 1, 1),
-        ("starcoder2", 2, 2, 3),
-        ("starcoder2", 1, 2, 1),
-        ("bloom", 2, 1, 1),  # attention of its own
-        ("jetmoe", 2, 1, 1),  # whole on every shard
+        ("starcoder2", 2, 1, 1, {}),
+        ("starcoder2", 2, 2, 3, {}),
+        ("starcoder2", 1, 2, 1, {}),
+        ("bloom", 2, 1, 1, {}),  # attention of its own
+        ("jetmoe", 2, 1, 1, {}),  # whole on every shard
+        ("mimo_v2_flash", 2, 1, 1, {"expert_parallel": True}),
+        ("phimoe", 2, 2, 3, {"expert_parallel": True}),
+        ("mimo_v2_flash", 2, 2, 1, {"role": "prefill"}),  # all are told what each stage keeps
     ],
 )
 def test_streams_go_on_after_a_rank_was_lost(
-    model_type: str, tensor: int, pipeline: int, rank: int, tmp_path: Path
+    model_type: str, tensor: int, pipeline: int, rank: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = write_foreign(model_type, tmp_path)
     expected = generate(make_engine(folder, token_budget=48, kv_dtype="full"), *batch(""))
-    with threaded_engine(folder, tensor, pipeline, **SETTINGS) as engine, patch.object(launch, "_spawn", _spawn):
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, tensor, pipeline, **SETTINGS, **more) as engine, as_threads:
         for _ in range(2):
             assert collect(run_losing(engine, batch(""), rank)) == expected
         assert generate(engine, *batch("")) == expected

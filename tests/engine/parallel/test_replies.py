@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.parallel import launch, plain
+from penstock.engine.parallel.channel import Report
 from penstock.engine.parallel.child import connection_pair
 from penstock.engine.parallel.handle import RankHandle
 from penstock.engine.parallel.layout import Place
@@ -38,3 +39,14 @@ def test_a_connection_is_closed_when_nobody_reads_it_any_more(monkeypatch: pytes
     rank.reader.join()
     theirs.close()
     assert not failed and ours.closed
+
+
+def test_what_a_rank_has_reported_is_told_as_often_as_somebody_asks() -> None:
+    ours, theirs = connection_pair()
+    with ours, theirs:
+        rank = RankHandle(Place(1, 2, 1), None, ours)  # type: ignore[arg-type]
+        plain.send(theirs, Report(problem="no room"))
+        plain.send(theirs, Report())
+        report = rank.next_report()
+        assert report is not None and report.problem == "no room"
+        assert rank.last_report() == rank.last_report() == ": no room"

@@ -117,8 +117,10 @@ def test_what_is_the_models_own_is_not_kept_twice(base: Path, adapter: Path, tmp
     assert str(tmp_path) not in str(refused.value)
 
 
-def own_text(folder: Path, *added: str, pad: str = "") -> Path:
+def own_text(folder: Path, *added: str, pad: str = "", weights: bool = True) -> Path:
     folder.mkdir()
+    if weights:
+        (folder / "adapter_model.safetensors").touch()
     words(*added).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad, "eos_token": pad}))
     return folder
@@ -135,6 +137,7 @@ def test_adapters_with_the_same_tokenizer_share_it(base: Path, tmp_path: Path) -
 
 def test_a_tokenizer_with_tokens_that_have_no_rows_is_refused(base: Path, tmp_path: Path) -> None:
     text = load_text(base)
+    assert adapter_text(own_text(tmp_path / "text", "<more>", weights=False), text, base).vocab_size == OWN + 1
     padded = adapter_text(own_text(tmp_path / "padded", "<pad>", pad="<pad>"), text, base)
     assert padded.vocab_size == OWN and OWN not in padded.eos_token_ids
     with pytest.raises(CheckpointError, match="has 1 tokens behind the 199 that model and adapter have rows for"):
@@ -153,6 +156,21 @@ def test_files_that_cannot_be_a_tokenizer_or_template_are_not_read(base: Path, t
     for folder, why in ((huge, "bytes, more than"), (queue, "is not a file"), (odd, "cannot be read|utf-8")):
         with pytest.raises(CheckpointError, match=why):
             texts.of(str(folder))
+
+
+def test_a_source_that_could_not_be_looked_up_is_looked_up_again(base: Path) -> None:
+    text, problems = load_text(base), [CheckpointError("not now")]
+
+    def find(source: str) -> Path | None:
+        if problems:
+            raise problems.pop()
+        return None
+
+    texts = AdapterTexts(text, base, find)
+    with pytest.raises(CheckpointError, match="not now"):
+        texts.of("a")
+    texts.refresh("a")
+    assert texts.of("a") is text
 
 
 async def test_files_are_read_off_the_event_loop_and_once(base: Path, adapter: Path) -> None:
