@@ -105,7 +105,9 @@ def test_a_request_that_comes_back_short_is_an_error_not_a_fast_run(engine: Engi
 
 def test_a_refused_request_says_why(engine: Engine) -> None:
     bad = Request("bad", [100_000], SamplingParams(max_tokens=5))
-    with pytest.raises(BenchError, match="gave 0 of 5 tokens and stopped: token ids must be"):
+    with pytest.raises(
+        BenchError, match="gave 0 of 5 tokens and stopped: the request has unknown tokens: token ids must be"
+    ):
         Run(engine, [bad], None)()
 
 
