@@ -138,6 +138,10 @@ class EngineServer:
         self._failures = FAILURE_LIMIT
         self.stop(reason)
 
+    def _lost(self, error: ReplicaLost) -> None:
+        log.critical("the engine is lost: %s", error)
+        self.fail(str(error))
+
     def drain(self, limit_s: float = float("inf")) -> None:
         """Accept nothing new, finish running requests (for at most `limit_s`), then leave; safe like `stop`."""
         if self._drain_until is None:
@@ -191,8 +195,7 @@ class EngineServer:
         try:
             return settle(self._engine)
         except ReplicaLost as error:
-            log.critical("the engine is lost: %s", error)
-            self.fail(str(error))
+            self._lost(error)
             return False
 
     def _is_wanted(self) -> bool:
@@ -354,8 +357,7 @@ class EngineServer:
         try:
             output = self._engine.step()
         except ReplicaLost as error:
-            log.critical("the engine is lost: %s", error)
-            self.fail(str(error))
+            self._lost(error)
             return
         except Exception as error:
             self._recover(error)
@@ -427,8 +429,7 @@ class EngineServer:
         try:
             requests = self._handovers.advance(self._engine, lambda id: self._peers.owner(id) is not None)
         except ReplicaLost as error:
-            log.critical("the engine is lost: %s", error)
-            self.fail(str(error))
+            self._lost(error)
             return
         for request in requests:
             self._accept(request.request_id, partial(self._engine.submit, request))
@@ -437,8 +438,7 @@ class EngineServer:
         try:
             self._erasures.advance()
         except ReplicaLost as error:
-            log.critical("the engine is lost: %s", error)
-            self.fail(str(error))
+            self._lost(error)
 
     def _prepare_sleep(self) -> None:
         """Sleep at once when idle, otherwise when running requests have finished."""
