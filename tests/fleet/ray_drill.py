@@ -76,7 +76,13 @@ class Server:
             print(line, end="", flush=True)
 
     def wait_for(self, text: str) -> str:
-        return until(lambda: next((line for line in self.lines if text in line), ""), f"{text!r} in the output")
+        def found() -> str:
+            ended = self.process.poll() is not None  # asked first: its last lines may still be read
+            line = next((line for line in self.lines if text in line), "")
+            assert line or not ended or self._reader.is_alive(), f"the server ended without {text!r} in its output"
+            return line
+
+        return until(found, f"{text!r} in the output")
 
     def end(self) -> int:
         """Drains it."""
