@@ -286,7 +286,8 @@ def left_over(*kinds: str) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_text().split("\0")
-            if os.readlink(process / "ns/net") == space and set(kinds or ("engine", "gateway")) & set(words[:4]):
+            command = words[words.index("penstock") + 1] if "penstock" in words[:-1] else ""
+            if os.readlink(process / "ns/net") == space and command in (kinds or ("engine", "gateway")):
                 found.append(int(process.name))
         except OSError:
             continue
