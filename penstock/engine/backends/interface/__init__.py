@@ -53,6 +53,7 @@ from penstock.engine.backends.interface.dtypes import (
     KVScales,
     torch_dtype,
 )
+from penstock.engine.backends.interface.links import Link, apply_links
 from penstock.engine.backends.interface.operations import Ops
 from penstock.engine.backends.interface.recurrence import (
     DeltaLayout,
@@ -89,6 +90,7 @@ __all__ = [
     "LatentAdditions",
     "LatentLayout",
     "LatentWeights",
+    "Link",
     "MambaLayout",
     "MambaWeights",
     "NativeLibrary",
@@ -102,5 +104,6 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "apply_links",
     "torch_dtype",
 ]
