@@ -59,6 +59,8 @@ class Toolbox:
     only: tuple[str, ...] | None = None
     """The names of the functions that may be called; None: all."""
     parallel: bool = True
+    first_only: bool = False
+    """Of several calls in one message the first counts, so that none has to be prevented."""
     opener_id: int | None = None
     """The opener's token, if it is a control token."""
     control: tuple[tuple[str, int], ...] = ()
@@ -85,7 +87,7 @@ class Toolbox:
         """Whether the request needs a grammar."""
         return (
             self.use == "required"
-            or not self.parallel
+            or not (self.parallel or self.first_only)
             or any(tool.strict or tool.input_syntax is not None for tool in self.allowed)
         )
 

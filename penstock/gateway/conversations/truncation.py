@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.conversations import Conversation, Message, Summary
 from penstock.conversations.conversation import leading_system, split_turns
 from penstock.conversations.window import fit_turns
 from penstock.gateway.conversations.summary import ConversationPrompt, Rendered
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.chat_messages import call_names
 from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.turn import StatelessTurn, TurnInput
 
@@ -25,8 +26,8 @@ class TruncatedTurn(StatelessTurn):
         self.history = history
 
     @property
-    def call_ids(self) -> Collection[str]:  # type: ignore[override]
-        return {call["id"] for message in self.history for call in message.get("tool_calls") or ()}
+    def calls(self) -> Mapping[str, str]:  # type: ignore[override]
+        return call_names(self.history)
 
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
         return (await self._fitted(attempt, prompt, added)).tokens

@@ -8,7 +8,7 @@ not. A header and the answer say how much was left out of the prompt.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from penstock.gateway.conversations.summary import ConversationPrompt, Rendered,
 from penstock.gateway.generation.assistant_message import THOUGHTS, AssistantMessage
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_messages import call_names
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
@@ -142,8 +143,8 @@ class StoredTurn:
         return self.held.conversation.since(0)
 
     @property
-    def call_ids(self) -> Collection[str]:
-        return {call["id"] for message in self.history for call in message.get("tool_calls") or ()}
+    def calls(self) -> Mapping[str, str]:
+        return call_names(self.history)
 
     @property
     def report(self) -> dict[str, Any]:

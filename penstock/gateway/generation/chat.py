@@ -96,7 +96,7 @@ class ChatGenerations(GenerationFactory):
                 "`server_tools`, nor in a stored conversation.",
                 param="continue_final_message",
             )
-        messages = template_messages(request.messages, turn.call_ids)
+        messages = template_messages(request.messages, turn.calls)
         remote = self.registry.remote(request.model)
         if remote is not None:
             said = await self._filtered(attempt, messages)

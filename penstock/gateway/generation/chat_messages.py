@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.unknown_fields import UnknownFields
+from penstock.gateway.generation.older_functions import CallHistory
 from penstock.gateway.generation.schemas import MESSAGE_UNSUPPORTED, ChatMessage, ChatRequest, TokenizeRequest
 from penstock.protocol.errors import InvalidRequest
 
@@ -19,17 +21,31 @@ TEXT_PARTS = ("text", "refusal")
 """Types of content parts whose text is part of a message."""
 
 
-def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[Message]:
-    """`earlier_calls`: ids of calls made before these messages, which results may answer too."""
+def template_messages(
+    messages: list[ChatMessage], earlier_calls: Mapping[str, str] = MappingProxyType({})
+) -> list[Message]:
+    """`earlier_calls`: functions called before these messages, by the id of the call, which results may answer too."""
     flat = []
-    calls = set(earlier_calls)
+    calls = CallHistory(earlier_calls)
     for i, message in enumerate(messages):
+        at = f"messages[{i}]"
         if message.role == "tool":
-            _check_result(message, f"messages[{i}]", calls)
+            _check_result(message, at, calls)
         elif message.tool_calls:
-            calls.update(call.id for call in message.tool_calls)
-        flat.append(_template_message(message, f"messages[{i}]"))
+            for call in message.tool_calls:
+                calls.add(call.id, call.function.name)
+        said = _template_message(message, at)
+        if message.function_call is not None:
+            said["tool_calls"] = calls.called(message)
+        elif message.role == "function":
+            said |= {"role": "tool", "tool_call_id": calls.result_of(said["name"])}
+        flat.append(said)
     return flat
+
+
+def call_names(messages: Iterable[Message]) -> dict[str, str]:
+    """The functions that messages call, by the id of the call."""
+    return {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
 
 
 def message_text(message: ChatMessage, index: int) -> str:
@@ -37,7 +53,7 @@ def message_text(message: ChatMessage, index: int) -> str:
     return str(_template_message(message, f"messages[{index}]")["content"])
 
 
-def _check_result(message: ChatMessage, at: str, calls: set[str]) -> None:
+def _check_result(message: ChatMessage, at: str, calls: CallHistory) -> None:
     param = f"{at}.tool_call_id"
     if message.tool_call_id is None:
         raise InvalidRequest(f"Missing required parameter: `{param}`.", param=param, code="missing_parameter")
@@ -45,14 +61,15 @@ def _check_result(message: ChatMessage, at: str, calls: set[str]) -> None:
         raise InvalidRequest(
             f"`{param}` answers no call: no `tool_calls` before it has the id {message.tool_call_id!r}.", param=param
         )
+    calls.answered(message.tool_call_id)
 
 
 def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
-    if message.role == "function":
+    if message.role == "function" and not message.name:
+        raise InvalidRequest(f"Missing required parameter: `{at}.name`.", param=f"{at}.name", code="missing_parameter")
+    if message.function_call is not None and (message.role != "assistant" or message.tool_calls):
         raise InvalidRequest(
-            "Messages with the role `function` are not supported; use `tool`.",
-            param=f"{at}.role",
-            code="unsupported_parameter",
+            "`function_call` goes with the role `assistant`, and without `tool_calls`.", param=f"{at}.function_call"
         )
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest("Only the assistant makes `tool_calls`.", param=f"{at}.tool_calls")
@@ -68,7 +85,7 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
             content = message.refusal
-        elif message.tool_calls or (message.role == "assistant" and thought_of(message)):
+        elif message.role == "function" or (message.role == "assistant" and _says_otherwise(message)):
             content = ""
         else:
             raise InvalidRequest(f"Missing required parameter: `{at}.content`.", param=f"{at}.content")
@@ -86,6 +103,11 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
             raise InvalidRequest("Only the assistant has thoughts.", param=f"{at}.reasoning_content")
         flat["reasoning_content"] = thought
     return flat
+
+
+def _says_otherwise(message: ChatMessage) -> bool:
+    """Whether a message of the assistant has something else than text."""
+    return bool(message.tool_calls or message.function_call or thought_of(message))
 
 
 def thought_of(message: ChatMessage) -> str | None:

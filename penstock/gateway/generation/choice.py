@@ -294,6 +294,8 @@ class Choice:
         assert self._toolbox is not None
         piece.calls = []
         for event in events:
+            if self._toolbox.first_only and isinstance(event, CallBegin | CallArguments) and event.index > 0:
+                continue
             if isinstance(event, CallBegin):
                 seed = self._call_seed and f"{self._call_seed}.{self.index}.{event.index}"
                 piece.calls.append(CallPiece(event.index, self._toolbox.form.new_id(seed), event.name, ""))

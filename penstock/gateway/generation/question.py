@@ -46,7 +46,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
 def chat_question(request: ChatRequest, limit: TokenLimit, turn: Turn = STATELESS) -> Question:
     """`turn`: the stored conversation that the request belongs to, if any."""
-    messages = [*turn.history, *template_messages(request.messages, turn.call_ids)]
+    messages = [*turn.history, *template_messages(request.messages, turn.calls)]
     read = [text for message in messages for text in _texts(message)]
     for tool in request.tools or ():
         function = tool.function

@@ -110,6 +110,8 @@ class RemoteGenerations:
         limit = within_cost(self.quotas, exchange, model, length, limit, request.n or 1)
         fits = self._room(attempt, model, length, limit, "messages", exact=prompt.exact)
         body = chat_body(exchange, request, said)
+        if request.functions and not model.supports("parallel_tool_calls"):  # of several calls, the first is shown
+            del body["parallel_tool_calls"]
         stops, here = self._stops(request)
         comparable = not (turn.stored or following or sources or request.return_token_ids)
         spec = self._spec(

@@ -27,6 +27,7 @@ OWN_OPTIONS = (
     *("user", "safety_identifier", "metadata", "service_tier", "priority", "speculation", "prompt_cache_key", "store"),
     "watermark",
     *("conversation", "rag", "modalities", "server_tools", "add_generation_prompt", "continue_final_message"),
+    *("functions", "function_call"),
     "include_reasoning",
     *("echo", "best_of", "cache_salt", "include_stop_str_in_output", "no_stop_trim", "prompt_logprobs"),
 )

@@ -12,7 +12,14 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct
 
 from penstock.gateway.app.decoding import Unsupported
-from penstock.gateway.generation.tool_schemas import NamedTool, ToolCall, Tools
+from penstock.gateway.generation.tool_schemas import (
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    ToolCall,
+    Tools,
+)
 
 INT64 = 2**63 - 1
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -194,7 +201,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     audio: Unsupported = UNSET
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
-    function_call: Unsupported = UNSET
+    function_call: FunctionCall | None = None
+    """The older form of `tool_calls`."""
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -292,21 +300,20 @@ class ChatRequest(TokenDetails, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     server_tools: Annotated[list[Name], Meta(max_length=128)] | None = None
-    functions: Unsupported = UNSET
-    function_call: Unsupported = UNSET
+    functions: Annotated[list[FunctionDefinition], Meta(max_length=128)] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    """The older form of `tools` and `tool_choice`; see `older_functions`."""
     audio: Unsupported = UNSET
     web_search_options: Unsupported = UNSET
     moderation: Unsupported = UNSET
 
 
 CHAT_UNSUPPORTED = (
-    "functions",
-    "function_call",
     "audio",
     "web_search_options",
     "moderation",
 )
-MESSAGE_UNSUPPORTED = ("audio", "function_call")
+MESSAGE_UNSUPPORTED = ("audio",)
 
 
 class CompletionRequest(TokenDetails, kw_only=True):

@@ -96,6 +96,7 @@ def toolbox_of(request: ChatRequest, model: TokenizedModel) -> Toolbox | None:
         use=_use(choice),
         only=chosen_names(choice),
         parallel=_parallel(request),
+        first_only=bool(request.functions),
         opener_id=special.pop(form.opener, None),
         control=tuple(special.items()),
     )

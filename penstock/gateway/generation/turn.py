@@ -6,8 +6,9 @@ implements the same interface for those that the gateway keeps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -15,7 +16,7 @@ from msgspec import Struct
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import Message
+from penstock.gateway.generation.chat_messages import Message, call_names
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.sampling import TokenLimit
@@ -63,8 +64,8 @@ class Turn(Protocol):
         """What was said before this turn, as far as it is stored."""
 
     @property
-    def call_ids(self) -> Collection[str]:
-        """Ids of earlier calls, which tool results may answer."""
+    def calls(self) -> Mapping[str, str]:
+        """Functions that were called earlier, by the id of the call; tool results may answer them."""
 
     def source_room(self, room: int, window: int) -> int:
         """How many of `room` free tokens sources may fill."""
@@ -102,7 +103,7 @@ class StatelessTurn:
 
     stored = False
     history: Sequence[Message] = ()
-    call_ids: Collection[str] = ()
+    calls: Mapping[str, str] = MappingProxyType({})
 
     def source_room(self, room: int, window: int) -> int:
         return room
@@ -129,8 +130,8 @@ class ReplayedTurn(StatelessTurn):
         self.prompt = prompt
 
     @property
-    def call_ids(self) -> Collection[str]:  # type: ignore[override]
-        return {call["id"] for message in self.prompt for call in message.get("tool_calls") or ()}
+    def calls(self) -> Mapping[str, str]:  # type: ignore[override]
+        return call_names(self.prompt)
 
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
         return await prompt.tokens(self._whole(added))

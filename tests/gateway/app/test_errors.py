@@ -20,6 +20,7 @@ from tests.scripted import ScriptedEngine
 
 USER = {"role": "user", "content": "hi"}
 JSON = {"content-type": "application/json"}
+CALLED = {"name": "f", "arguments": "{}"}
 
 
 def assert_shape(body: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +58,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool("f", parameters={"not": {}})], "tool_choice": "required"}, "tools"),
     ({"tools": [tool("f")], "tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"functions": [{"name": "f"}], "tools": [tool("f")]}, "tools"),
+    ({"functions": [{"name": "f"}], "tool_choice": "auto"}, "tool_choice"),
+    ({"functions": [{"name": "f"}], "parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions[1].name"),
+    ({"functions": [{"name": "bad name"}]}, "functions[0].name"),
+    ({"functions": [{"name": "f", "parameters": {"type": "array"}}]}, "functions[0].parameters"),
+    ({"functions": [{"name": "f", "parameters": {"not": {}}}], "function_call": {"name": "f"}}, "functions"),
+    ({"functions": [{"name": "f"}], "function_call": "required"}, "function_call"),
+    ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+    ({"functions": [{"name": "f"}], "server_tools": ["x"]}, "server_tools"),
     ({"function_call": "auto"}, "function_call"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"modalities": ["text", "audio"]}, "modalities"),
@@ -75,7 +85,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "x", "function_call": CALLED}]}, "messages[0].function_call"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call.arguments"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "function_call": CALLED,
+                    "tool_calls": [{"id": "1", "type": "function", "function": CALLED}],
+                }
+            ]
+        },
+        "messages[0].function_call",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.api.openai.chat_calls import ChatCalls
+from penstock.gateway.api.openai.chat_calls import calls_of
 from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.stored_chat import Keep, StoringRenderer, keeper
 from penstock.gateway.app.decoding import given, not_supported
+from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation import thoughts as reasoning
 from penstock.gateway.generation.attempt import Attempt
@@ -23,6 +24,7 @@ from penstock.gateway.generation.chat_messages import message_text, strip_parts
 from penstock.gateway.generation.choice import AnyToken, Piece
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import logprob_entries, prompt_entries
+from penstock.gateway.generation.older_functions import OLDER_NAMES, with_tools
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.question import chat_question
@@ -64,6 +66,7 @@ class ChatEndpoints:
         respell(request)
         _check(request)
         keep = self._keep(exchange, request)
+        request = with_tools(request)
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(
@@ -89,7 +92,8 @@ class ChatEndpoints:
                 await pipeline.respond(attempt, generation, renderer, stream=bool(chat.stream))
 
             question = functools.partial(chat_question, request, limit, turn)
-            await pipeline.answer(exchange, request.model, answer, question)
+            with renamed(OLDER_NAMES if request.functions else ()):
+                await pipeline.answer(exchange, request.model, answer, question)
 
     def _keep(self, exchange: Exchange, request: ChatRequest) -> Keep | None:
         if not request.store:
@@ -169,7 +173,7 @@ class ChatRenderer(StepsRenderer):
         self._ids = bool(request.return_token_ids)
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._thoughts = not reasoning.asked(request).hidden
-        self._calls = ChatCalls(request.tools)
+        self._calls = calls_of(request)
         self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -218,11 +222,10 @@ class ChatRenderer(StepsRenderer):
         if piece.citations:
             data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
         for delta in self._calls.deltas(piece.index, piece.calls or (), ended=piece.finish_reason is not None):
-            data += self._chunk(piece.index, {"tool_calls": [delta]})
+            data += self._chunk(piece.index, delta)
         if piece.finish_reason is not None:
-            data += self._chunk(
-                piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason, token_ids=ids
-            )
+            reason = self._calls.finish_reason(piece.finish_reason)
+            data += self._chunk(piece.index, {}, finish_reason=reason, stop_reason=piece.stop_reason, token_ids=ids)
         elif ids is not None:
             data += self._chunk(piece.index, {}, token_ids=ids)
         return data
@@ -252,12 +255,12 @@ class ChatRenderer(StepsRenderer):
                 message |= _thought(thoughts)
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None
-                message["tool_calls"] = self._calls.whole(calls)
+                message |= self._calls.whole(calls)
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message,
                 "logprobs": self._shown_logprobs(tokens) if self._logprobs else None,
-                "finish_reason": parts[-1].finish_reason,
+                "finish_reason": self._calls.finish_reason(parts[-1].finish_reason),
             }
             if parts[-1].stop_reason is not None:
                 choice["stop_reason"] = parts[-1].stop_reason

@@ -25,7 +25,7 @@ from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.endpoints import ConversationQuery, owner_named, store_reached, unknown_conversation
-from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.chat_messages import call_names, template_messages
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatMessage, Metadata
 from penstock.gateway.generation.stages import ContentFilter
@@ -126,7 +126,7 @@ class ConversationItemEndpoints:
         if not items:
             return before
         history = msgspec.convert(before.since(0), list[ChatMessage])
-        calls = {call.id for message in history for call in message.tool_calls or ()}
+        calls = call_names(before.since(0))
         with renamed(_NAMES):
             said = conversation_of(exchange, items, history, OfferedTools(exchange, None))[len(history) :]
             messages = template_messages(said, calls)
