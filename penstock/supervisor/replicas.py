@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config.variants import Variant
 from penstock.errors import PenstockError
 from penstock.protocol.control import Replica, Topology
 from penstock.supervisor.catalogue import ModelCatalogue
+from penstock.supervisor.replica_list import MOST, Make, ReplicaList
 from penstock.supervisor.saved_models import SavedModels
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 
 FOUND_S = 1.0
 """How long gateways take to reconnect to a restarted engine."""
-MOST = 256
 ROOM_S = 0.1
 """How often to check whether a replica that drained has made room."""
 NOTICE_MARGIN_S = 5.0
@@ -34,14 +33,8 @@ NOTICE_MARGIN_S = 5.0
 log = logging.getLogger("penstock.supervisor")
 
 
-class Make(Protocol):
-    """Builds replica number `index` of a model, of the variant that this number has, or of another."""
-
-    def __call__(self, name: str, index: int, variant: Variant | None = None, /) -> Unit: ...
-
-
-class Replicas:
-    """The engines of one supervisor, by model."""
+class Replicas(ReplicaList):
+    """The engines of one supervisor, by model, and what can be done with them."""
 
     def __init__(
         self,
@@ -57,91 +50,10 @@ class Replicas:
         """`make`: builds replicas. `catalogue`: models loaded at run time. `saved`: the file that
         keeps them for the next start. `max_engines`: maximum of engines, all models together. `others`: replicas on
         other machines, which gateways use too; `describe`: how gateways reach one of this machine."""
-        self._others = others or (lambda: Topology({}))
-        self._describe = describe or self._here
-        self._supervisor = supervisor
-        self._make = make
-        self.catalogue = catalogue
+        super().__init__(supervisor, units, make, catalogue, max_engines, others, describe)
         self._saved = saved or SavedModels(None)
-        self._max_engines = max_engines
-        self._units: dict[str, list[Unit]] = {}
-        for unit in units:
-            if unit.replica:
-                self._units.setdefault(unit.model, []).append(unit)
-        self.on_change: Callable[[Topology], None] | None = None
         self.unserved: Callable[[str, int], Awaitable[str]] | None = None
         """Asks all gateways, once they know a topology, why they cannot serve a model; empty: they can."""
-        self.on_start_failed: Callable[[str, Variant, str], None] | None = None
-        """Called with the model and the problem when a replica that was asked for cannot start."""
-        self._changes = 0
-        self._leaving: list[Unit] = []
-        """Replicas that a task drains; their endpoints are still in use."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def close(self) -> None:
-        """Ends the tasks of `adjust` and `replace`; the supervisor stops their processes."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    @property
-    def stopping(self) -> bool:
-        return self._supervisor.stopping
-
-    def topology(self) -> Topology:
-        others = self._others()
-        models = {
-            model: [self._describe(unit) for unit in units if unit.endpoint] for model, units in self._units.items()
-        }
-        for model, replicas in others.models.items():
-            models[model] = [*models.get(model, ()), *replicas]
-        loaded = {} if self.catalogue is None else self.catalogue.loaded
-        # A fleet also says what only gateways read.
-        loaded = loaded | others.loaded
-        return Topology(models, loaded, self._changes, others.encoders, others.loaded_encoders)
-
-    def _here(self, unit: Unit) -> Replica:
-        region, zone = ("", "") if self.catalogue is None else self.catalogue.place
-        return Replica(unit.replica, unit.endpoint, pool=unit.pool, region=region, zone=zone)
-
-    def others_changed(self) -> None:
-        """Replicas on other machines came or went."""
-        self._changed()
-
-    @property
-    def units(self) -> list[tuple[Unit, bool]]:
-        """All replicas, and whether each is on its way out."""
-        staying = [(unit, unit.noticed) for units in self._units.values() for unit in units]
-        return staying + [(unit, True) for unit in self._leaving]
-
-    @property
-    def models(self) -> list[str]:
-        return list(self._units)
-
-    def know(self, model: str) -> None:
-        """A model of the catalogue which has no replica here yet."""
-        if model not in self._units:
-            self._units[model] = []
-            self._changed()
-
-    def forget(self, model: str) -> None:
-        """A model that has no replica here, and shall have none."""
-        if not self._units.get(model):
-            self._units.pop(model, None)
-            if self.catalogue is not None:
-                self.catalogue.remove(model)
-            self._changed()
-
-    async def take_on(self, description: Mapping[str, Any]) -> None:
-        """Fetches a model, so that `adjust` can start replicas of it."""
-        if self.catalogue is None:
-            raise PenstockError("this machine cannot load models at run time")
-        model = await self.catalogue.add(description, lambda more: None)
-        self.know(model.name)
-
-    def moved(self) -> None:
-        """A replica listens at another endpoint now."""
-        self._changed()
 
     async def load(self, description: Mapping[str, Any]) -> None:
         """Loads a model; gateways learn of it when its engines are ready. If anything fails, nothing stays of it."""
@@ -164,15 +76,26 @@ class Replicas:
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units), return_exceptions=True)
             raise
 
-    async def announced(self) -> None:
-        """Waits until everything that the server starts with is up."""
-        await self._supervisor.announced.wait()
+    async def take_on(self, description: Mapping[str, Any]) -> None:
+        """Fetches a model, so that `adjust` can start replicas of it."""
+        if self.catalogue is None:
+            raise PenstockError("this machine cannot load models at run time")
+        model = await self.catalogue.add(description, lambda more: None)
+        self.know(model.name)
 
-    async def saved_descriptions(self) -> list[dict[str, Any]]:
-        """Descriptions of the models that an earlier run had loaded; waits until everything else is up."""
-        if self._saved.models:
-            await self.announced()
-        return self._saved.models
+    def know(self, model: str) -> None:
+        """A model of the catalogue which has no replica here yet."""
+        if model not in self._units:
+            self._units[model] = []
+            self._changed()
+
+    def forget(self, model: str) -> None:
+        """A model that has no replica here, and shall have none."""
+        if not self._units.get(model):
+            self._units.pop(model, None)
+            if self.catalogue is not None:
+                self.catalogue.remove(model)
+            self._changed()
 
     async def unload(self, model: str) -> None:
         units = self._of(model)
@@ -184,6 +107,16 @@ class Replicas:
         await asyncio.to_thread(self._saved.remove, model)
         self._changed()
         await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units))
+
+    async def announced(self) -> None:
+        """Waits until everything that the server starts with is up."""
+        await self._supervisor.announced.wait()
+
+    async def saved_descriptions(self) -> list[dict[str, Any]]:
+        """Descriptions of the models that an earlier run had loaded; waits until everything else is up."""
+        if self._saved.models:
+            await self.announced()
+        return self._saved.models
 
     async def scale(self, model: str, count: int, pool: str = "") -> None:
         """Sets the number of replicas of a model, or of one of its pools."""
@@ -206,22 +139,6 @@ class Replicas:
             self._changed()
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in leaving))
 
-    def serving(self, model: str, pool: str = "") -> list[Unit]:
-        """The replicas that take requests or start; none for a model that is gone. `pool`: only those of one."""
-        found = [unit for unit in self._units.get(model, ()) if not (unit.paused or unit.noticed or unit.superseded)]
-        return [unit for unit in found if not pool or unit.pool == pool]
-
-    def leaving(self, model: str, pool: str = "") -> int:
-        """How many replicas finish their requests and stop."""
-        noticed = [unit for unit in self._units.get(model, ()) if unit.noticed]
-        found = [*noticed, *(unit for unit in self._leaving if unit.model == model)]
-        return sum(not pool or unit.pool == pool for unit in found)
-
-    @property
-    def room(self) -> int:
-        """How many more engines may run."""
-        return max(self._max_engines - self._running, 0)
-
     def adjust(self, model: str, count: int, pool: str = "") -> None:
         """Starts or drains replicas of a model or pool until `count` are there or on their way; returns at once. Starts
         no more than there is room for."""
@@ -241,31 +158,6 @@ class Replicas:
         for variant, count in wanted.items():
             for _ in range(min(count - there[variant], self.room)):
                 self._add(model, 1, variant)
-
-    def present(self, model: str) -> Counter[Variant]:
-        """How many replicas serve or will. One that is being replaced and its successor are one."""
-        replaced = [unit for unit in self._units.get(model, ()) if unit.superseded and unit.successor is None]
-        return Counter(unit.variant for unit in [*self.serving(model), *replaced])
-
-    def stale(self, model: str) -> list[Unit]:
-        """Replicas that were started with other settings than the model has now."""
-        return [unit for unit in self.serving(model) if not self.is_current(unit)]
-
-    def is_current(self, unit: Unit) -> bool:
-        """Whether a replica has the settings of now."""
-        return unit.revision == self.revision(unit)
-
-    def revision(self, unit: Unit) -> str:
-        """Of the settings that the replica would get now."""
-        return self._catalogue().revision(unit.model, unit.pool)
-
-    def whole_revision(self, model: str) -> str:
-        return self._catalogue().whole_revision(model)
-
-    @property
-    def renewing(self) -> set[str]:
-        """Models of which a replica is being replaced by one with newer settings."""
-        return {unit.model for units in self._units.values() for unit in units if unit.superseded}
 
     def supersede(self, unit: Unit) -> None:
         """Replaces a replica by one with the settings of now; returns at once. The new one starts first where there is
@@ -352,57 +244,6 @@ class Replicas:
                 self._add(model, 1, missing.pop())
             await asyncio.sleep(ROOM_S)
 
-    def _add(self, model: str, count: int, *variants: Variant) -> list[Unit]:
-        """Adds replicas, whose start a task waits for. `variants`: if not those of their numbers."""
-        if count <= 0:
-            return []
-        units = self._of(model)
-        fresh = self._fresh(model, units, count, *variants)
-        units += fresh
-        self._changed()
-        for unit in fresh:
-            self._begin(self._bring_up(unit), f"start {unit.name}")
-        return fresh
-
-    async def _bring_up(self, unit: Unit) -> None:
-        try:
-            await self._supervisor.add(unit)
-        except PenstockError as problem:
-            units = self._units.get(unit.model, [])
-            if unit not in units or self.stopping:
-                return  # it was removed while it started
-            units.remove(unit)
-            self._changed()
-            log.error("a replica of %r could not be started: %s", unit.model, problem)
-            if self.on_start_failed is not None:
-                self.on_start_failed(unit.model, unit.variant, str(problem))
-
-    def _remove(self, leaving: list[Unit]) -> None:
-        """Removes replicas, which a task drains."""
-        for unit in leaving:
-            self._units[unit.model].remove(unit)
-        self._leaving += leaving
-        if leaving:
-            self._changed()
-        for unit in leaving:
-            self._begin(self._dismiss(unit), f"drain {unit.name}")
-
-    async def _dismiss(self, unit: Unit) -> None:
-        try:
-            await self._supervisor.dismiss(unit)
-        finally:
-            self._leaving.remove(unit)
-
-    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
-
     async def restart(self, model: str, replica: str = "") -> None:
         """Restarts one replica or all, one after the other; stops at the first that fails to start."""
         for unit in [self._one(model, replica)] if replica else list(self._of(model)):
@@ -445,54 +286,12 @@ class Replicas:
             self._changed()
             raise
 
-    @property
-    def _running(self) -> int:
-        return sum(map(len, self._units.values())) + len(self._leaving)
-
-    def _missing(self, model: str, pool: str, more: int) -> list[Variant]:
-        """The variants of further replicas of a pool; none without pools: their numbers say."""
-        if not pool:
-            return []
-        present = [unit.variant for unit in self._of(model) if unit.pool == pool]
-        return self._catalogue().missing(model, pool, present, more)
-
-    def _catalogue(self) -> ModelCatalogue:
-        assert self.catalogue is not None, "only a catalogue knows settings"
-        return self.catalogue
-
-    def _fresh(self, model: str, units: list[Unit], count: int, *variants: Variant) -> list[Unit]:
-        """New replicas with the lowest free numbers, and these variants if there are any."""
-        taken = {unit.replica for unit in [*units, *self._leaving] if unit.model == model}
-        numbers = [number for number in range(2 * MOST) if str(number) not in taken][:count]
-        if variants:
-            return [self._make(model, number, one) for number, one in zip(numbers, variants, strict=True)]
-        return [self._make(model, number) for number in numbers]
-
     async def _start(self, units: Iterable[Unit]) -> None:
         """Starts engines; raises the first failure when all have started or failed."""
         results = await asyncio.gather(*(self._supervisor.add(unit) for unit in units), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    def _of(self, model: str) -> list[Unit]:
-        if model not in self._units:
-            raise PenstockError(f"no engine of this server serves `{model}`")
-        return self._units[model]
-
-    def _one(self, model: str, replica: str) -> Unit:
-        units = self._of(model)
-        for unit in units:
-            if unit.replica == replica:
-                return unit
-        raise PenstockError(
-            f"`{model}` has no replica `{replica}`; there are {', '.join(unit.replica for unit in units)}"
-        )
-
-    def _changed(self) -> None:
-        self._changes += 1
-        if self.on_change is not None:
-            self.on_change(self.topology())
 
 
 def _cheapest(serving: Sequence[Unit], count: int) -> list[Unit]:

@@ -36,6 +36,17 @@ STREAMS, TOKENS = 100, 200
 PATIENCE_S = 300.0
 
 STORE_BYTES = 80 * 2**20
+AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+AGENT_PORTS = 21000
+"""The network is the drill's own. Ray gives up a node that waits 15 s for the ports which its agents choose, and on a
+busy machine that takes longer; for ports that it is told it does not wait."""
+
+
+def node_settings(number: int) -> dict[str, int]:
+    """Of a node of the cluster; the head is number 0."""
+    first = AGENT_PORTS + 10 * number
+    ports = {name: first + place for place, name in enumerate(AGENTS)}
+    return {"object_store_memory": STORE_BYTES, **ports}
 
 
 class Nodes:
@@ -43,14 +54,13 @@ class Nodes:
 
     def __init__(self) -> None:
         head = {"num_cpus": 0, "include_dashboard": False, "node_ip_address": ADDRESSES[0]}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
+        self.cluster = Cluster(initialize_head=True, head_node_args=head | node_settings(0))
         self.by_id: dict[str, Any] = {}
         self._next = 1
 
     def add(self, cpus: int) -> str:
-        address = ADDRESSES[self._next]
-        self._next += 1
-        node = self.cluster.add_node(num_cpus=cpus, node_ip_address=address, object_store_memory=STORE_BYTES)
+        number, self._next = self._next, self._next + 1
+        node = self.cluster.add_node(num_cpus=cpus, node_ip_address=ADDRESSES[number], **node_settings(number))
         self.by_id[node.node_id] = node
         return str(node.node_id)
 
@@ -76,7 +86,13 @@ class Server:
             print(line, end="", flush=True)
 
     def wait_for(self, text: str) -> str:
-        return until(lambda: next((line for line in self.lines if text in line), ""), f"{text!r} in the output")
+        def found() -> str:
+            ended = self.process.poll() is not None  # asked first: its last lines may still be read
+            line = next((line for line in self.lines if text in line), "")
+            assert line or not ended or self._reader.is_alive(), f"the server ended without {text!r} in its output"
+            return line
+
+        return until(found, f"{text!r} in the output")
 
     def end(self) -> int:
         """Drains it."""
@@ -270,7 +286,8 @@ def left_over(*kinds: str) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_text().split("\0")
-            if os.readlink(process / "ns/net") == space and set(kinds or ("engine", "gateway")) & set(words[:4]):
+            command = words[words.index("penstock") + 1] if "penstock" in words[:-1] else ""
+            if os.readlink(process / "ns/net") == space and command in (kinds or ("engine", "gateway")):
                 found.append(int(process.name))
         except OSError:
             continue
@@ -335,7 +352,7 @@ def crashed(folder: Path) -> None:
     """One node, no keys, an embedded database, and a driver outside the cluster (Ray Client). An engine process is
     killed: it returns in its bundle. The driver is killed: the server ends with it."""
     head = {"num_cpus": 3, "include_dashboard": False, "node_ip_address": "127.0.0.1", "ray_client_server_port": 10001}
-    cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
+    cluster = Cluster(initialize_head=True, head_node_args=head | node_settings(0))
     tiny_model(folder / "model")
     config = folder / "penstock.yaml"
     config.write_text(

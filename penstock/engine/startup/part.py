@@ -113,7 +113,7 @@ def load_part(
         device = member.device(device)
     dtype = pick_dtype(config.dtype, device)
     with phases("open"):
-        weights = open_weights(config, checkpoint)
+        weights = whole = open_weights(config, checkpoint)
         model = local = read_config(weights.config)
         if model.by_transformers:
             check_by_transformers(config, model, weights)
@@ -129,7 +129,7 @@ def load_part(
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
-            check_deterministic(config, backend)
+            check_deterministic(config, model, backend)
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
@@ -197,6 +197,7 @@ def load_part(
             cut=cut,
             head_rows=head_rows,
             as_stored=not isinstance(weights, GGUFCheckpoint),
+            stored=whole,
         )
         if backend.compiles and not decoder.launched_eagerly:
             with phases("compile"):
@@ -280,9 +281,10 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     return forward
 
 
-def check_deterministic(config: EngineConfig, backend: Backend) -> None:
+def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backend) -> None:
     """Refuse what has no batch-invariant kernels yet."""
-    if config.expert_parallel and (config.expert_copies or config.expert_rebalance_s):
+    moves = not model.by_transformers  # their experts stay where they are
+    if config.expert_parallel and moves and (config.expert_copies or config.expert_rebalance_s):
         raise ConfigError(
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"

@@ -12,6 +12,11 @@ from penstock.fleet.ray.bundle import Bundle, Node
 NAMESPACE = "penstock"
 HEAD = "node:__internal_head__"
 """The resource that only the head node has."""
+ATTEMPTS = 3
+NOT_STARTED = "Starting Ray client server failed"
+"""Ray starts a process of its own for every client: by forking one that has many threads, which now and then fails."""
+
+log = logging.getLogger("penstock.fleet")
 
 
 def library() -> Any:
@@ -29,7 +34,7 @@ def connect(address: str) -> None:
     # Through Ray Client these are settings of the server, which has its own.
     quiet: dict[str, Any] = {} if address.startswith("ray://") else {"logging_level": logging.ERROR}
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **quiet)
+        _init(ray, address=address, namespace=NAMESPACE, log_to_driver=False, **quiet)
     except Exception as error:  # Ray raises many kinds: no cluster, other versions, a malformed address
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         why = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
@@ -37,6 +42,17 @@ def connect(address: str) -> None:
             f"cannot join the Ray cluster at {address!r}: {why} (`ray start --head` starts one on this machine; "
             "--ray-address names another)"
         ) from error
+
+
+def _init(ray: Any, **settings: Any) -> None:
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as error:
+            if NOT_STARTED not in str(error) or not left:
+                raise
+            log.warning("Ray has not started its side of the connection; connecting again: %s", error)
 
 
 def disconnect() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from penstock.engine.loading.gguf_keys import INERT, OTHERS, READ
 from penstock.engine.models.families import FAMILIES, GGUFKeys, family_of_gguf, gguf_architectures, read_config
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.errors import CheckpointError, PenstockError
+from tests import parts
 from tests.engine.harness import drain, make_engine
 from tests.engine.loading import test_gguf_families
 from tests.engine.loading.gguf_files import write_gguf
@@ -308,8 +308,7 @@ print("RESULT" + json.dumps(xllamacpp.Server(params).handle_completions(request)
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-bias", "qwen3-qknorm", "qwen3-moe", "gemma", "gemma2",
                                     "gemma3-two-ropes", "phi3-half-rotated", "glm4-moe", "llama4"])  # fmt: skip
 def test_logprobs_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs xllamacpp, which is not among the test requirements."""
-    pytest.importorskip("xllamacpp")
+    python = parts.python("llama-cpp")
     made: dict[str, Any] = {}
     monkeypatch.setattr(test_gguf_families, "write_gguf", lambda path, keys, tensors: made.update(k=keys, t=tensors))
     usual = (
@@ -326,7 +325,7 @@ def test_logprobs_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypatc
             engine = make_engine(path, weights="dense")
         except PenstockError:
             continue
-        theirs = llama_cpp(path)
+        theirs = llama_cpp(python, path)
         if theirs is None:
             continue
         ours = next(delta for delta in drain_one(engine) if delta.tokens).logprobs[0]
@@ -344,9 +343,9 @@ def drain_one(engine: Any) -> Any:
     return drain(engine)
 
 
-def llama_cpp(path: Path) -> dict[int, float] | None:
+def llama_cpp(python: str, path: Path) -> dict[int, float] | None:
     """Its log-probabilities of the next token; None where it loads no such file, or the token is half a character."""
-    command = [sys.executable, "-c", LLAMA_CPP, str(path), json.dumps(PROMPT)]
+    command = [python, "-c", LLAMA_CPP, str(path), json.dumps(PROMPT)]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     line = next((line for line in output.splitlines() if line.startswith("RESULT")), None)
     if line is None or (logprobs := json.loads(line.removeprefix("RESULT"))["choices"][0]["logprobs"]) is None:

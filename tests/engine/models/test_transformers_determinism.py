@@ -75,3 +75,17 @@ def test_with_adapters_and_ranks(tensor: int, pipeline: int, tmp_path: Path) -> 
         assert Reference(merged).agrees(asked[0].prompt, expected["tuned"][0], 2e-2)
         assert Reference(base).agrees(asked[1].prompt, expected["plain"][0], 2e-2)
         assert_idle(engine)
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["tensor", "data"])
+def test_with_experts_on_shards(attention: str, tmp_path: Path) -> None:
+    folder = write_foreign("phimoe", tmp_path)
+    settings: dict[str, Any] = {"expert_parallel": True, "attention_parallel": attention, "num_blocks": 60}
+    with threaded_engine(folder, 2, 1, deterministic=True, **settings) as engine:
+        expected = {request.request_id: bits(run(engine, [request]), request.request_id) for request in WATCHED}
+        deltas = run(engine, WATCHED)
+        assert {name: bits(deltas, name) for name in expected} == expected
+        assert Reference(folder).agrees(WATCHED[0].prompt, expected["greedy"][0])
+        assert_idle(engine)

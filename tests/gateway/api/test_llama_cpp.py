@@ -1,14 +1,9 @@
-"""A server of another make behind the gateway: llama.cpp's, with the real default model (R-RT-8).
-
-Needs an interpreter that can import `xllamacpp`: this one, or the one that PENSTOCK_PEER_PYTHON names.
-"""
+"""A server of another make behind the gateway: llama.cpp's, with the real default model (R-RT-8)."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +14,7 @@ import pytest
 from penstock.backends.remote.server import RemoteServer
 from penstock.backends.remote.upstream import Upstream
 from penstock.routing.remotes import RemoteModel
+from tests import parts
 from tests.gateway.conftest import Serving, events, eventually
 
 SERVER = """
@@ -37,10 +33,7 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def url(default_model: Path) -> Iterator[str]:
     """Where llama.cpp's server listens."""
-    python = os.environ.get("PENSTOCK_PEER_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import xllamacpp"], capture_output=True).returncode:
-        pytest.skip(f"{python} has no xllamacpp: `pip install xllamacpp`, or set PENSTOCK_PEER_PYTHON")
-    command = [python, "-c", SERVER, str(default_model)]
+    command = [parts.python("llama-cpp"), "-c", SERVER, str(default_model)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

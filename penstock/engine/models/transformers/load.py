@@ -7,7 +7,7 @@ import gc
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,7 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.models.transformers.attention import (
-    Site,
-)
+from penstock.engine.models.transformers.attention import Site
 from penstock.engine.models.transformers.body import Body, CannotDivide, Junction, StageBody, WholeBody, take_out
 from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
@@ -76,194 +74,193 @@ def load_decoder(
     experts: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
-    """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
-    and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run. `span`: the
-    layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer. `alone`: in
-    deterministic mode, tokens are computed one by one. `experts`: it must have some that shards divide."""
-    report = progress or (lambda fraction: None)
+    """Read every weight once. `custom_code`: the checkpoints whose own code may run. `progress` is called with the
+    fraction that is done. The others: see `_Loader`."""
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
         config.family,
     )
-    trusted = check_custom_code(raw, folder, custom_code)
-
-    load = partial(
-        _read_and_load, folder, config, raw, backend, dtype, max_positions, quantize, stored, trusted, span, shard
+    loader = _Loader(
+        folder=folder,
+        config=config,
+        raw=raw,
+        backend=backend,
+        dtype=dtype,
+        max_positions=max_positions,
+        quantize=quantize,
+        stored=stored,
+        trusted=check_custom_code(raw, folder, custom_code),
+        span=span,
+        shard=shard,
+        alone=alone,
+        experts=experts,
+        report=progress or (lambda fraction: None),
     )
-    for cut in (Way.PAGED, Way.OWN):
+    for way in (Way.PAGED, Way.OWN):
         try:
-            return load(alone, experts, report, cut=cut)
+            return loader.load(way)
         except _PartsDiffer as error:
             log.warning(
-                "tensor_parallel: %s models cannot be divided with %s: %s", config.family, cut.value, str(error)
+                "tensor_parallel: %s models cannot be divided with %s: %s", config.family, way.value, str(error)
             )
         gc.collect()  # the model is read again: not beside what is left of this attempt
     log.warning("tensor_parallel: every shard has this %s model whole", config.family)
-    return load(alone, experts, report, cut=Way.WHOLE)
+    return loader.load(Way.WHOLE)
 
 
-def _read_and_load(
-    folder: Path,
-    config: ModelConfig,
-    raw: dict[str, Any],
-    backend: LayerFactory,
-    dtype: torch.dtype,
-    max_positions: int,
-    quantize: Quantizer | None,
-    stored: Weights | None,
-    trusted: bool,
-    span: tuple[int, int] | None,
-    shard: Shard | None,
-    alone: bool,
-    experts: bool,
-    report: Callable[[float], None],
-    *,
-    cut: Way,
-) -> TransformersDecoder:
-    staged = span is not None or shard is not None
-    junction = Junction(span or (0, config.num_layers), config.num_layers)
-    try:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loader:
+    """What to load, and for which part of an engine. Nothing of an attempt is kept."""
+
+    folder: Path
+    config: ModelConfig
+    raw: dict[str, Any]
+    backend: LayerFactory
+    dtype: torch.dtype
+    max_positions: int
+    quantize: Quantizer | None
+    stored: Weights | None
+    """The checkpoint where it has weights in few bits: the library gets their values, and linears are made of them as
+    they are stored."""
+    trusted: bool
+    """Whether the checkpoint's own code may run."""
+    span: tuple[int, int] | None
+    """The layers of this stage, where other ranks have others."""
+    shard: Shard | None
+    """Of several that have a part of each layer."""
+    alone: bool
+    """In deterministic mode: tokens are computed one by one."""
+    experts: bool
+    """The model must have experts that shards divide."""
+    report: Callable[[float], None]
+
+    def load(self, way: Way) -> TransformersDecoder:
+        """The decoder, where shards divide the model in this way. _PartsDiffer: they cannot, and all of them say so."""
+        try:
+            return self._read(way)
+        except CannotDivide as error:
+            raise refusal(self.config, f"{error}, so it has no parts for several ranks") from error
+
+    def _read(self, way: Way) -> TransformersDecoder:
+        config, dtype = self.config, self.dtype
+        junction = Junction(self.span or (0, config.num_layers), config.num_layers)
         reduce: list[Reduce] = []
-        if span is not None:
+        if self.span is not None:
             reduce.append(lambda model: take_out(model, junction, dtype))
         # What the checkpoint has in few bits is read from it; the rest stays as the library has it. Shards cut values.
         as_stored = None
-        if stored is not None and shard is None:
-            as_stored = reader = WeightReader(stored, backend, dtype, quantize)
+        if self.stored is not None and self.shard is None:
+            as_stored = reader = WeightReader(self.stored, self.backend, dtype, self.quantize)
             reduce.append(lambda model: await_linears(model, reader))
-        model = read_model(folder, config.family, dtype, trusted, stored, reduce)
-        report(0.5)
+        model = read_model(self.folder, config.family, dtype, self.trusted, self.stored, reduce)
+        self.report(0.5)
         if getattr(model, "_is_stateful", False):
             raise refusal(config, "its layers keep a state other than keys and values")
-        base_name = model.base_model_prefix
-        base: Any = getattr(model, base_name, None)
+        base: Any = getattr(model, model.base_model_prefix, None)
         if not isinstance(base, nn.Module) or base is model:
             raise refusal(config, f"{type(model).__name__} does not keep its layers apart from its head")
         body: Body = WholeBody(base, config.vocab_size)
-        if staged:
+        if self.span is not None or self.shard is not None:
             junction.shapes = junction.shapes or shapes_by_layer(model)
             body = StageBody(base, junction, config.hidden_size, dtype)
-        return _load(
-            model,
-            body,
-            config,
-            raw,
-            backend,
-            dtype,
-            max_positions,
-            quantize,
-            as_stored,
-            staged,
-            shard,
-            alone,
-            experts,
-            report,
-            cut=cut,
+        return self._decoder(model, body, as_stored, way)
+
+    def _decoder(self, model: Any, body: Body, as_stored: WeightReader | None, way: Way) -> TransformersDecoder:
+        """The decoder of a model that the library has read. `as_stored` reads the linears that it has not read."""
+        config, shard, device = self.config, self.shard, self.backend.device
+        if shard is None:
+            model.to(device)
+        output = model.get_output_embeddings()
+        head_name = next((name for name, module in model.named_modules() if module is output), "")
+        # Rounded linears change the logits, and some are not there yet; without them the comparison covers the linears
+        # too. Shards are compared with the whole in any case.
+        late = as_stored is not None or (self._rounds and shard is None)
+        at = device if shard is None else torch.device("cpu")
+        comparison = None if late else _compared(model, body, config, at)
+        cuts = None if shard is None else self._cuts(model, body, shard, way)
+        modules = ModuleWeights(model, self.raw, None if cuts is None else cuts.apply)
+        reader = WeightReader(modules, self.backend, self.dtype, self.quantize if as_stored is None else None)
+        linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
+        if cuts is not None:
+            divide_experts(model, cuts)
+            model.to(device)
+            cuts.shard.agree(0)  # what follows is summed over shards: one that has failed would be waited for
+        comparison = comparison or _compared(model, body, config, device)
+        head_linear = next((linear for linear in linears if linear.name == head_name), None)
+        own_head = None if head_linear is None else head_linear.linear
+        head = ModelHead(model, model.base_model_prefix, own_head, alone=self.alone)
+        self.report(0.8)
+        hidden = self._hidden(body, comparison, head, cuts, way)
+        embedding = _embedding_of(body.base, device, self.dtype)
+        self.report(1.0)
+        stage = body if isinstance(body, StageBody) else None
+        return TransformersDecoder(
+            config=_found(config, hidden.sites, (0, config.num_layers) if stage is None else stage.junction.span),
+            ops=self.backend.ops,
+            embedding=embedding.detach(),
+            layers=_layers(hidden.sites, linears, head_name, self.backend),
+            final_norm=embedding.new_empty(0),
+            head=head,
+            max_positions=self.max_positions,
+            hidden=hidden,
+            linears=linears,
+            other_bytes=_other_bytes(body.base),
+            stage=stage,
+            cuts=cuts,
+            final_width=config.hidden_size if head_linear is None else head_linear.in_features,
         )
-    except CannotDivide as error:
-        raise refusal(config, f"{error}, so it has no parts for several ranks") from error
 
+    @property
+    def _rounds(self) -> bool:
+        """Whether linears get fewer bits than the checkpoint has."""
+        return getattr(self.quantize, "few_bits", self.quantize) is not None
 
-def _load(
-    model: Any,
-    body: Body,
-    config: ModelConfig,
-    raw: dict[str, Any],
-    backend: LayerFactory,
-    dtype: torch.dtype,
-    max_positions: int,
-    quantize: Quantizer | None,
-    as_stored: WeightReader | None,
-    staged: bool,
-    shard: Shard | None,
-    alone: bool,
-    experts: bool,
-    report: Callable[[float], None],
-    *,
-    cut: Way,
-) -> TransformersDecoder:
-    """The decoder of a model that the library has read."""
-    device = backend.device
-    if shard is None:
-        model.to(device)
-    head_name = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
-    # Rounded linears change the logits, and some are not there yet; without them the comparison covers the linears
-    # too. Shards are compared with the whole in any case.
-    rounds = getattr(quantize, "few_bits", quantize) is not None
-    late = as_stored is not None or (rounds and shard is None)
-    at = device if shard is None else torch.device("cpu")
-    comparison = None if late else _compared(model, body, config, at)
-    cuts = None
-    if shard is not None:
-        if experts and not has_experts(body.base, config.num_layers):
+    def _cuts(self, model: Any, body: Body, shard: Shard, way: Way) -> Cuts:
+        """What this shard has of a model that is still whole."""
+        config = self.config
+        if self.experts and not has_experts(body.base, config.num_layers):
             raise ConfigError("expert_parallel: this model has no experts that could be divided; leave it out")
-        cuts = _cuts(model, body, config, shard, dtype, cut, alone=alone)
-    modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
-    reader = WeightReader(modules, backend, dtype, quantize if as_stored is None else None)
-    linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
-    if cuts is not None and shard is not None:
-        divide_experts(model, cuts)
-        model.to(device)
-        shard.agree(0)  # what follows is summed over shards: one that has failed would be waited for
-    comparison = comparison or _compared(model, body, config, device)
-    head_linear = next((linear for linear in linears if linear.name == head_name), None)
-    head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear, alone=alone)
-    report(0.8)
+        if way is Way.WHOLE:
+            return Cuts(shard)
+        if shard.exchange is None:
+            paged = way is Way.PAGED
+            cuts = find_cuts(model, body, config.family, config.num_layers, shard, self.dtype, paged=paged)
+        else:  # layers are whole, and experts too where shards would not meet at them
+            cuts = Cuts(shard)
+            if way is Way.OWN or self.alone:
+                log.warning("attention_parallel: every shard has the experts of this %s model whole", config.family)
+                return cuts
+            shard.agree(0)
+        cuts.experts = find_experts(model, shard, config.family, CLOSE[self.dtype])
+        return cuts
 
-    def check(hidden: HiddenStates) -> None:
-        comparison.check(hidden, None if staged else head, dtype, device, rounded=rounds)
+    def _hidden(self, body: Body, comparison: Comparison, head: ModelHead, cuts: Cuts | None, way: Way) -> HiddenStates:
+        """How hidden states are computed: as the library does, on all shards."""
+        whole = None if isinstance(body, StageBody) else head
 
-    differs = ""
-    try:
-        hidden = first_that_fits(body, config, backend, dtype, check, alone=alone, cuts=cuts)
-        if cuts is not None and cuts.experts and cuts.shard.exchange and not isinstance(hidden, PackedPass):
-            # Sequence by sequence, shards would not meet at the same experts.
-            raise refusal(config, "it does not run with the engine's attention")
-    except CheckpointError as error:
-        if shard is None or cut is Way.WHOLE:
-            raise
-        differs = str(error)
-    if shard is not None and cut is not Way.WHOLE:
+        def check(hidden: HiddenStates) -> None:
+            comparison.check(hidden, whole, self.dtype, self.backend.device, rounded=self._rounds)
+
+        fits = partial(first_that_fits, body, self.config, self.backend, self.dtype, check, alone=self.alone, cuts=cuts)
+        if cuts is None or way is Way.WHOLE:
+            return self._meeting(fits(), cuts)
+        differs = ""
+        try:
+            hidden = self._meeting(fits(), cuts)
+        except CheckpointError as error:
+            differs = str(error)
+        shard = cuts.shard
         shard.agree(0)
         failed = shard.any([bool(differs)])[0]
         if not shard.agree(int(not failed)):  # all ranks try again, or none
             raise _PartsDiffer(differs or "another rank's part differs")
-    embedding = _embedding_of(body.base, device, dtype)
-    report(1.0)
-    stage = body if isinstance(body, StageBody) else None
-    return TransformersDecoder(
-        config=_found(config, hidden.sites, (0, config.num_layers) if stage is None else stage.junction.span),
-        ops=backend.ops,
-        embedding=embedding.detach(),
-        layers=_layers(hidden.sites, linears, head_name, backend),
-        final_norm=embedding.new_empty(0),
-        head=head,
-        max_positions=max_positions,
-        hidden=hidden,
-        linears=linears,
-        other_bytes=_other_bytes(body.base),
-        stage=stage,
-        cuts=cuts,
-        final_width=config.hidden_size if head_linear is None else head_linear.in_features,
-    )
+        return hidden
 
-
-def _cuts(
-    model: Any, body: Body, config: ModelConfig, shard: Shard, dtype: torch.dtype, cut: Way, *, alone: bool
-) -> Cuts:
-    """What this shard has of a model that is still whole."""
-    if cut is Way.WHOLE:
-        return Cuts(shard)
-    if shard.exchange is None:
-        cuts = find_cuts(model, body, config.family, config.num_layers, shard, dtype, paged=cut is Way.PAGED)
-    else:  # layers are whole, and experts too where shards would not meet at them
-        cuts = Cuts(shard)
-        if cut is Way.OWN or alone:
-            log.warning("attention_parallel: every shard has the experts of this %s model whole", config.family)
-            return cuts
-        shard.agree(0)
-    cuts.experts = find_experts(model, shard, config.family, CLOSE[dtype])
-    return cuts
+    def _meeting(self, hidden: HiddenStates, cuts: Cuts | None) -> HiddenStates:
+        """Refused where shards have experts of their own and would not meet at the same ones, sequence by sequence."""
+        if cuts is not None and cuts.experts and cuts.shard.exchange and not isinstance(hidden, PackedPass):
+            raise refusal(self.config, "it does not run with the engine's attention")
+        return hidden
 
 
 def _compared(model: Any, body: Body, config: ModelConfig, device: torch.device) -> Comparison:
