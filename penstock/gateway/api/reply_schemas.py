@@ -70,6 +70,7 @@ _BATCH = obj(
     created_at=INTEGER, expires_at=maybe(INTEGER), errors=maybe(ANY_OBJECT), output_file_id=maybe(STRING),
     error_file_id=maybe(STRING), metadata=ANY_OBJECT,
     request_counts=obj(total=INTEGER, completed=INTEGER, failed=INTEGER),
+    usage=maybe(obj(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER)),
 )  # fmt: skip
 _MESSAGE_BATCH = obj(
     id=STRING, type=word("message_batch"), processing_status=word("in_progress", "canceling", "ended"),
