@@ -35,6 +35,7 @@ from penstock.engine.adapters.experts import AdaptedExperts  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
 from penstock.engine.backends.cuda.experts import group  # noqa: E402
+from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
 from penstock.engine.backends.cuda.kernels.addends import Addends  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm import rms_norm  # noqa: E402
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
@@ -208,6 +209,23 @@ def test_what_follows_a_linear_adds_what_ran_beside_it() -> None:
         results.append([q, k.norm(dim=(0, 1)), v.norm(dim=(0, 1))])
     for mine, theirs in zip(*results, strict=True):
         check("rope", mine, theirs, 3 * TOLERANCE[dtype])
+
+
+def test_rows_of_a_that_registers_do_not_hold() -> None:
+    """A single token, and more steps along the input than are loaded before it is there."""
+    dtype = torch.bfloat16
+    inputs, step = (200, 16) if MODE == "interpret" else (12 * 256 + 40, 256)
+    layout = AdapterLayout((Site("down", ("d",), (32,), inputs),), 1, by_output=True)
+    ours, reference = kernels(layout, [8], dtype, 16)
+    config = gemv.GemvConfig("rows", 2, step, 1, 1)
+    weight, _ = make_weight(32, inputs, dtype)
+    x, out = rand(1, inputs, dtype=dtype), rand(1, 32, dtype=dtype)
+    for kernel in (ours, reference):
+        kernel.begin(np.zeros(1, np.int32))
+    want = linear64(x, weight).float() + out.float()
+    reference.add(x.float(), want, layout.place(0, 0))
+    got = gemv.linear(x, weight, residual=out, out=out, lora=ours.inline(layout.place(0, 0)), config=config)
+    check("long rows", got.float(), want, 3 * TOLERANCE[dtype])
 
 
 def use(lora: TritonLora, slots: np.ndarray, bucket: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -27,7 +28,7 @@ from penstock.engine.adapters.experts import AdaptedExperts  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.backends.cuda import lora as lora_module  # noqa: E402
 from penstock.engine.backends.cuda.experts import group  # noqa: E402
-from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
+from penstock.engine.backends.cuda.kernels import common, gemv  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm import rms_norm  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink  # noqa: E402
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
@@ -110,8 +111,23 @@ class Stack:
         return step
 
 
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Kernels start early, as they do in the engine."""
+    common.overlap_launches(True)
+    try:
+        yield
+    finally:
+        common.overlap_launches(False)
+
+
 def bench_lora_layer() -> Iterator[Row]:
     """The linears of an 8B layer and what stands between them, attention left out, with and without adapters."""
+    with overlapping():
+        yield from _layers_with_and_without()
+
+
+def _layers_with_and_without() -> Iterator[Row]:
     stack = Stack()
     layers = stack.layout.layers
     for tokens, counts in ((1, (1,)), (8, (1, 8)), (64, (1, 20))):
@@ -160,6 +176,11 @@ def tune_lora_ways() -> Iterator[Row]:
 
 def tune_lora_rows() -> Iterator[Row]:
     """Each linear of a single token with and without its adapter, over launch shapes."""
+    with overlapping():
+        yield from _rows_over_shapes()
+
+
+def _rows_over_shapes() -> Iterator[Row]:
     stack = Stack()
     lora = stack.adapters(1, 1)
     adapted, chosen = stack.adapted(lora), gemv.choose

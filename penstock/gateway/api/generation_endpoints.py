@@ -139,7 +139,7 @@ GENERATION = (
         "POST",
         "/v1/responses/{response}/cancel",
         StoredResponseEndpoints.cancel_response,
-        "Cancel a response in the background; there are none.",
+        "Cancel a response in the background.",
         "Inference",
     ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),

@@ -19,8 +19,9 @@ from typing import Literal
 from penstock.gateway.accounting.batch_line import BatchLine
 from penstock.gateway.app.dialects import ANTHROPIC, OPENAI
 from penstock.gateway.app.exchange import IGNORED, Exchange, encode_json
+from penstock.gateway.app.memory_request import Reply
 from penstock.gateway.batches.files import FileStore
-from penstock.gateway.batches.line_request import LineRequest, Reply
+from penstock.gateway.batches.line_request import LineRequest
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
 from penstock.gateway.batches.message_lines import MESSAGES, message_answered, message_unanswered
 from penstock.gateway.batches.store import Answer, Batch, BatchStore

@@ -54,7 +54,7 @@ from penstock.engine.backends.interface.dtypes import (
     torch_dtype,
 )
 from penstock.engine.backends.interface.links import Link, apply_links
-from penstock.engine.backends.interface.operations import Ops
+from penstock.engine.backends.interface.operations import LinkedProducts, Ops
 from penstock.engine.backends.interface.recurrence import (
     DeltaLayout,
     DeltaWeights,
@@ -91,6 +91,7 @@ __all__ = [
     "LatentLayout",
     "LatentWeights",
     "Link",
+    "LinkedProducts",
     "MambaLayout",
     "MambaWeights",
     "NativeLibrary",

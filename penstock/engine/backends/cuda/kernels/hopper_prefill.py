@@ -38,7 +38,11 @@ FROM_TOKENS = 512
 """Longest chunk of a step from which this kernel is faster than `prefill` (measured on an H200)."""
 BOX = 64
 """Numbers in one row of a TMA box: 128 bytes, the width of the swizzle."""
-_NEGATIVE = gl.constexpr(-1.0e30)
+_LEAST_PEAK = gl.constexpr(-1.0e30)
+"""Of rows that see no key of their first tile: a number, so that what they add up to there is zero, not NaN."""
+_MASKED = gl.constexpr(float("-inf"))
+"""A number will not do: `x * factor - peak`, contracted into one multiply-add, is not zero for a row of nothing but
+masked scores, but the rounding error of `x * factor`, and its exponential may be infinite."""
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -116,7 +120,7 @@ def _mask(
     S_LAYOUT: gl.constexpr,
 ) -> gl.tensor:
     n = start + gl.arange(0, 128, layout=gl.SliceLayout(0, S_LAYOUT))
-    return gl.where(n[None, :] <= position[:, None], s, _NEGATIVE)
+    return gl.where(n[None, :] <= position[:, None], s, _MASKED)
 
 
 @gluon.jit
@@ -232,7 +236,7 @@ def _consumer(
     s = warpgroup_mma_wait(num_outstanding=0, deps=[s_first])
     mbarrier.arrive(k_free.index(0), count=1)
     s = _mask(s, position, (tiles - 1) * 128, S_LAYOUT)
-    peak = gl.max(s, 1) * factor
+    peak = gl.maximum(gl.max(s, 1) * factor, _LEAST_PEAK)
     e = gl.exp2(s * factor - peak[:, None])
     total = _partial_sums(e)
     if tiles * 128 > context:

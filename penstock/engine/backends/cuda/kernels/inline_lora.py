@@ -291,6 +291,8 @@ def shrink_row(
 ) -> None:
     """One row of A times the only token, published `REPLICAS` times."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # More of the row in registers than this would leave room for fewer programs.
+    EARLY: tl.constexpr = min(STEPS, 8)
     k = tl.arange(0, BLOCK_K)
     launch_successor(PDL)
     slot = tl.load(slots_ptr)
@@ -298,16 +300,21 @@ def shrink_row(
     inside = row < PARTS * rank
     a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start + row * K
     matrix = ()
-    for step in tl.static_range(STEPS):
+    for step in tl.static_range(EARLY):
         at = step * BLOCK_K + k
         a = tl.load(a_ptr + at, mask=(at < K) & inside, other=0.0, eviction_policy="evict_first")
         matrix = matrix + (a,)  # type: ignore[assignment]
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_K], tl.float32)
-    for step in tl.static_range(STEPS):
+    for step in tl.static_range(EARLY):
         at = step * BLOCK_K + k
         x = tl.load(x_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
         acc += matrix[step].to(tl.float32) * x.to(tl.float32)
+    for offset in range(EARLY * BLOCK_K, K, BLOCK_K):
+        at = offset + k
+        a = tl.load(a_ptr + at, mask=(at < K) & inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
+        acc += a.to(tl.float32) * x.to(tl.float32)
     copies = tl.arange(0, REPLICAS)
     total = tl.sum(acc, axis=0) + tl.zeros([REPLICAS], tl.float32)
     publish(sums_ptr + copies * (PARTS * R) + row, total, (copies >= 0) & inside)

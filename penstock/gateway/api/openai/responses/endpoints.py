@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.api.openai.responses import item_ids
+from penstock.gateway.api.openai.responses.background import BackgroundRenderer, BackgroundResponses, background_run
 from penstock.gateway.api.openai.responses.input_items import (
     REFERENCE,
     chat_request,
@@ -18,7 +20,7 @@ from penstock.gateway.api.openai.responses.input_items import (
     reference_of,
     rename_ignored,
 )
-from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
+from penstock.gateway.api.openai.responses.renderer import ResponseRenderer
 from penstock.gateway.api.openai.responses.schemas import (
     LOGPROBS,
     SEALED,
@@ -26,7 +28,7 @@ from penstock.gateway.api.openai.responses.schemas import (
     InputTokensRequest,
     ResponsesRequest,
 )
-from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseRecord, ResponseStore, Sees
 from penstock.gateway.api.openai.responses.stored import store_reached
 from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.decoding import given, not_supported
@@ -39,7 +41,7 @@ from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.question import Question, chat_question
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
-from penstock.gateway.generation.resumption import asked_for
+from penstock.gateway.generation.resumption import HEADER, asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.gateway.generation.tokenization import (
@@ -66,17 +68,28 @@ _NAMES = (
 
 class ResponseEndpoints:
     def __init__(
-        self, pipeline: GenerationPipeline, conversations: Conversations, store: ResponseStore | NoResponseStore
+        self,
+        pipeline: GenerationPipeline,
+        conversations: Conversations,
+        store: ResponseStore | NoResponseStore,
+        background: BackgroundResponses | None,
     ) -> None:
+        """`background`: generates responses without a client; None where none are stored."""
         self._pipeline = pipeline
         self._conversations = conversations
         self._store = store
+        self._background = background
 
     async def create_response(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = _decoder(exchange, await exchange.body(settings.body_limit))
+        body = await exchange.body(settings.body_limit)
+        request = _decoder(exchange, body)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request, can_store=self._store.enabled)
+        run = background_run(exchange)
+        if request.background and run is None:
+            await self._checked_background(exchange, request).create(exchange, body, stream=bool(request.stream))
+            return
         for name in request.include or ():
             if name not in (LOGPROBS, SEALED):  # other items that could be included are never made here
                 ignore_advice(exchange, f"include.{name}")
@@ -98,9 +111,10 @@ class ResponseEndpoints:
             said = conversation[len(earlier) :] if turn.stored else conversation
             if request.truncation == "auto" and not turn.stored:
                 turn, said = await self._truncatable(exchange, said)
-            store = None
+            record = store = None
             if request.store is not False and self._store.enabled:
-                store = await self._storing(exchange, request.previous_response_id, items, conversation)
+                record = await self._record(exchange, request.previous_response_id, items, conversation)
+                store = functools.partial(self._put, record) if run is None else None
 
             async def answer(attempt: Attempt) -> None:
                 attempt.resumption = resumption
@@ -108,8 +122,15 @@ class ResponseEndpoints:
                     chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said, tools)
                     generation = await pipeline.chat(attempt, chat, limit, turn)
                     rename_ignored(exchange)
-                renderer = ResponseRenderer(request, tools, generation, turn.recorder(attempt, generation), store)
-                await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                recorder = turn.recorder(attempt, generation)
+                if run is None:
+                    renderer = ResponseRenderer(request, tools, generation, recorder, store)
+                    await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                    return
+                assert self._background is not None and record is not None
+                inner = ResponseRenderer(request, tools, generation, recorder, None, background=run.id)
+                detached = BackgroundRenderer(self._background, run, exchange, inner, record)
+                await pipeline.respond(attempt, generation, detached, stream=True)
 
             def question() -> Question:
                 return chat_question(chat_request(request, conversation, tools), limit)
@@ -163,6 +184,15 @@ class ResponseEndpoints:
             self._store.conversation(previous, caller.tenant, caller.only_user, self._sees(caller))
         )
         if found is None:
+            known = await store_reached(
+                self._store.response(previous, caller.tenant, caller.only_user, self._sees(caller))
+            )
+            if known is not None:
+                status = msgspec.json.decode(known)["status"]
+                raise InvalidRequest(
+                    f"The response `{previous}` is `{status}`; only one that has an answer can be continued.",
+                    param="previous_response_id",
+                )
             raise InvalidRequest(
                 f"There is no stored response `{previous}`.",
                 param="previous_response_id",
@@ -204,35 +234,55 @@ class ResponseEndpoints:
             history = await self._pipeline.content_filter.messages(exchange, history)
         return TruncatedTurn(history), [*said[:head], *said[max(head, last) :]]
 
-    async def _storing(
+    def _checked_background(self, exchange: Exchange, request: ResponsesRequest) -> BackgroundResponses:
+        """What generates a response in the background; a 400 where that is not possible."""
+        if request.store is False:
+            raise InvalidRequest(
+                "A response with `background: true` is stored, to be asked for later; `store` cannot be false.",
+                param="background",
+            )
+        if batch_line(exchange) is not None:
+            raise InvalidRequest(
+                "The requests of a batch run in the background anyway; leave `background` out.", param="background"
+            )
+        if exchange.header(HEADER) is not None:
+            raise InvalidRequest(
+                "With `background: true` events are read again with "
+                "`GET /v1/responses/{id}?stream=true&starting_after=N`; send no `Last-Event-ID`.",
+                param="Last-Event-ID",
+            )
+        if self._background is None or not self._background.enabled:
+            raise not_supported("background", "this gateway stores no responses, or generates none in the background")
+        return self._background
+
+    async def _record(
         self,
         exchange: Exchange,
         previous: str | None,
         items: str | Sequence[msgspec.Raw],
         conversation: list[ChatMessage],
-    ) -> StoreResponse:
-        """Stores a response with everything that it answers."""
+    ) -> ResponseRecord:
+        """What is stored with a response."""
         caller, user = exchange.caller, exchange.record.user_id or ""
         before: list[dict[str, Any]] = []
         if previous is not None:
             before = await store_reached(
                 self._store.all_items(previous, caller.tenant, caller.only_user, self._sees(caller))
             )
+        return ResponseRecord(caller.tenant, user, before, items, conversation)
 
-        async def store(id: str, response: bytes, said: list[ChatMessage]) -> None:
-            given = [*before, *item_ids.input_items(id, items)]
-            whole = [*conversation, *said]
-            await store_reached(self._store.put(id, caller.tenant, response, whole, items=given, user=user))
-
-        return store
+    async def _put(self, record: ResponseRecord, id: str, response: bytes, said: list[ChatMessage]) -> None:
+        """Stores a response with everything that it answers."""
+        whole = [*record.conversation, *said]
+        await store_reached(
+            self._store.put(id, record.tenant, response, whole, items=record.items(id), user=record.user)
+        )
 
 
 def _check(request: ResponsesRequest, *, can_store: bool) -> None:
     for name in UNSUPPORTED:
         if given(getattr(request, name)):
             raise not_supported(name)
-    if request.background:
-        raise not_supported("background")
     if (request.n or 1) > 1:
         raise InvalidRequest("A response has one answer; `n` must be 1.", param="n")
     if request.response_format is not None and request.text is not None and request.text.format is not None:
