@@ -13,8 +13,9 @@ from penstock.gateway.api.openai.conversations import (
     ConversationUpdate,
     ItemsRequest,
 )
+from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import CompactRequest, InputTokensRequest, ResponsesRequest
 from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.stored_chat import (
     CompletionsQuery,
@@ -110,6 +111,15 @@ GENERATION = (
         "Count the tokens of a response's prompt.",
         "Tokens",
         InputTokensRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/compact",
+        CompactionEndpoints.compact_response,
+        "Summarise a conversation, to go on with it in less space.",
+        "Inference",
+        CompactRequest,
         serves_tokens=True,
     ),
     Endpoint(

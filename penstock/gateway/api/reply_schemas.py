@@ -126,6 +126,13 @@ _SCHEMAS: dict[str, Schema] = {
         stop_reason=maybe(STRING),
         usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
     ),
+    "compact_response": obj(
+        id=STRING,
+        object=word("response.compaction"),
+        created_at=INTEGER,
+        output=many(ANY_OBJECT),
+        usage=ANY_OBJECT,
+    ),
     "count_input_tokens": obj(object=word("response.input_tokens"), input_tokens=INTEGER),
     "list_input_items": listing(ANY_OBJECT, **_PAGE),
     "cancel_response": _RESPONSE,

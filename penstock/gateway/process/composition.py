@@ -38,7 +38,9 @@ from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.background import BackgroundResponses
+from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
@@ -397,6 +399,7 @@ async def compose(
             optional.of_stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses, detached),
+            CompactionEndpoints(pipeline, ResponseReferences(responses, permissions)),
             StoredResponseEndpoints(responses, permissions, detached),
             MessageEndpoints(pipeline),
             embeddings,

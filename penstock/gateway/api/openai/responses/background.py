@@ -20,25 +20,23 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.api.openai.responses.background_run import BackgroundRun, WorkRequest
 from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
 from penstock.gateway.api.openai.responses.output_calls import Event
 from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS, ResponseRenderer
 from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.store import ResponseRecord
 from penstock.gateway.app.exchange import Exchange, encode_json
-from penstock.gateway.app.memory_request import MemoryRequest, Reply
+from penstock.gateway.app.memory_request import Reply
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.schemas import ChatMessage
-from penstock.identity import Caller
 from penstock.protocol.errors import ApiError, Draining, Overloaded, RateLimitExceeded, ServiceUnavailable
 from penstock.storage import DatabaseError
 from penstock.telemetry.exposition import MetricRegistry
 
 log = logging.getLogger("penstock.gateway")
 
-BACKGROUND = "penstock.background"
-"""Where the ASGI scope of the request in memory has its `BackgroundRun`."""
 MOST = 1024
 """Responses in the background that one gateway process generates, or has waiting, at a time."""
 QUEUE_S = 600.0
@@ -48,82 +46,10 @@ BEAT_S = 1.0
 """How often leases are renewed, new events stored, and cancellations through other gateways noticed."""
 POLL_S = 0.25
 """How often events that another gateway stores are looked for."""
-_DROPPED = frozenset(
-    (
-        *(b"authorization", b"x-api-key", b"cookie", b"origin", b"referer", b"connection", b"expect"),
-        *(b"content-length", b"content-encoding", b"transfer-encoding", b"last-event-id", b"x-request-id"),
-    )
-)
-"""Headers of the client's request that do not belong to the one in memory: the caller and the body are known."""
 _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
 SHUTDOWN = ("server_shutdown", "The server was shut down before this response was finished. Send the request again.")
 
 Answerer = Callable[[Exchange], Awaitable[None]]
-
-
-class BackgroundRun:
-    """One response, from its request to its end."""
-
-    def __init__(self, exchange: Exchange, body: bytes, *, stream: bool) -> None:
-        self.caller: Caller = exchange.caller
-        self.body = body
-        self.stream = stream
-        """Whether its events are kept."""
-        self.path = exchange.path
-        self.request_headers = [pair for pair in exchange.scope["headers"] if pair[0] not in _DROPPED]
-        self.request_headers.append((b"x-request-id", exchange.request_id.encode()))
-        self.id = ""
-        """Known once it is accepted."""
-        self.response: dict[str, Any] = {}
-        self.accepted: asyncio.Future[list[tuple[bytes, bytes]]] = asyncio.get_running_loop().create_future()
-        """Set to the headers about the answer, with which the client is told that it was."""
-        self.ignored: list[str] = []
-        self.aborted = asyncio.Event()
-        self.events: list[bytes] = []
-        """All of them, by sequence number, if they are kept."""
-        self.stored_events = 0
-        self.news = asyncio.Event()
-        self.begun = False
-        """It has left the queue."""
-        self.begun_stored = False
-        self.ended = False
-        """Its end has been written, or is being written."""
-        self.over = False
-        """There will be no more events."""
-        self.failure: bytes | None = None
-        """The response as a broken stream left it."""
-        self.reply: Reply | None = None
-        """To the last attempt."""
-
-    def record(self, events: Sequence[bytes]) -> None:
-        if self.stream and events:
-            self.events += events
-            self.tell()
-
-    def tell(self) -> None:
-        """Wake those that wait for news."""
-        self.news.set()
-        self.news = asyncio.Event()
-
-    def unstored(self) -> tuple[int, bytes]:
-        return self.stored_events, b"".join(self.events[self.stored_events :])
-
-
-def background_run(exchange: Exchange) -> BackgroundRun | None:
-    """The response in the background that a request generates; None for requests of clients."""
-    run: BackgroundRun | None = exchange.scope.get(BACKGROUND)
-    return run
-
-
-class _WorkRequest(MemoryRequest):
-    """The request that generates a response. Its stream goes to the run, by way of the renderer."""
-
-    def __init__(self, run: BackgroundRun) -> None:
-        super().__init__(run.path, run.body, run.caller, run.aborted, run.request_headers, {BACKGROUND: run})
-
-    def _written(self, part: bytes) -> None:
-        if self._reply.status != 200:
-            super()._written(part)
 
 
 class BackgroundRenderer(Renderer):
@@ -341,7 +267,7 @@ class BackgroundResponses:
         attempt = 0
         try:
             while True:
-                request = _WorkRequest(run)
+                request = WorkRequest(run)
                 await self._answer(request.exchange)
                 run.reply = request.reply
                 attempt += 1

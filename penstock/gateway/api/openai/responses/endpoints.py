@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.batch_line import batch_line
-from penstock.gateway.api.openai.responses import item_ids
-from penstock.gateway.api.openai.responses.background import BackgroundRenderer, BackgroundResponses, background_run
+from penstock.gateway.api.openai.responses.background import BackgroundRenderer, BackgroundResponses
+from penstock.gateway.api.openai.responses.background_run import background_run
 from penstock.gateway.api.openai.responses.input_items import (
-    REFERENCE,
     chat_request,
     conversation_of,
-    kind_of,
-    reference_of,
     rename_ignored,
 )
+from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.renderer import ResponseRenderer
 from penstock.gateway.api.openai.responses.schemas import (
     LOGPROBS,
@@ -28,8 +24,7 @@ from penstock.gateway.api.openai.responses.schemas import (
     InputTokensRequest,
     ResponsesRequest,
 )
-from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseRecord, ResponseStore, Sees
-from penstock.gateway.api.openai.responses.stored import store_reached
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.dialects import renamed
@@ -53,7 +48,6 @@ from penstock.gateway.generation.tokenization import (
 )
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
 from penstock.gateway.generation.turn import Conversations, Turn
-from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 
 _decoder = RequestDecoder(ResponsesRequest)
@@ -77,7 +71,8 @@ class ResponseEndpoints:
         """`background`: generates responses without a client; None where none are stored."""
         self._pipeline = pipeline
         self._conversations = conversations
-        self._store = store
+        self._references = ResponseReferences(store, pipeline.permissions)
+        self._can_store = store.enabled
         self._background = background
 
     async def create_response(self, exchange: Exchange) -> None:
@@ -85,7 +80,7 @@ class ResponseEndpoints:
         body = await exchange.body(settings.body_limit)
         request = _decoder(exchange, body)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
-        _check(request, can_store=self._store.enabled)
+        _check(request, can_store=self._can_store)
         run = background_run(exchange)
         if request.background and run is None:
             await self._checked_background(exchange, request).create(exchange, body, stream=bool(request.stream))
@@ -105,16 +100,16 @@ class ResponseEndpoints:
             if turn.stored:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
             else:
-                earlier = await self._earlier(exchange, request.previous_response_id)
-            items = await self._resolved(exchange, request.input)
+                earlier = await self._references.earlier(exchange, request.previous_response_id)
+            items = await self._references.resolved(exchange, request.input)
             conversation = conversation_of(exchange, items, earlier, tools)
             said = conversation[len(earlier) :] if turn.stored else conversation
             if request.truncation == "auto" and not turn.stored:
                 turn, said = await self._truncatable(exchange, said)
             record = store = None
-            if request.store is not False and self._store.enabled:
-                record = await self._record(exchange, request.previous_response_id, items, conversation)
-                store = functools.partial(self._put, record) if run is None else None
+            if request.store is not False and self._can_store:
+                record = await self._references.record(exchange, request.previous_response_id, items, conversation)
+                store = functools.partial(self._references.put, record) if run is None else None
 
             async def answer(attempt: Attempt) -> None:
                 attempt.resumption = resumption
@@ -143,13 +138,13 @@ class ResponseEndpoints:
         asked = _counted(exchange, await exchange.body(pipeline.settings.body_limit))
         identify(exchange, None, None)
         tools = OfferedTools(exchange, asked.tools)
-        earlier = await self._earlier(exchange, asked.previous_response_id)
+        earlier = await self._references.earlier(exchange, asked.previous_response_id)
         if asked.conversation is not None:
             async with self._conversations.open(exchange, asked.conversation, keep_system=False) as turn:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
         conversation = list(earlier)
         if asked.input is not None:
-            items = await self._resolved(exchange, asked.input)
+            items = await self._references.resolved(exchange, asked.input)
             conversation = conversation_of(exchange, items, earlier, tools)
         with renamed(_NAMES):
             chat = chat_request(asked.request(), conversation, tools)
@@ -171,59 +166,6 @@ class ResponseEndpoints:
                 work.tokens = len(tokens)
                 check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
-
-    def _sees(self, caller: Caller) -> Sees:
-        return functools.partial(self._pipeline.permissions.sees, caller)
-
-    async def _earlier(self, exchange: Exchange, previous: str | None) -> list[ChatMessage]:
-        """The conversation of an earlier response."""
-        if previous is None:
-            return []
-        caller = exchange.caller
-        found = await store_reached(
-            self._store.conversation(previous, caller.tenant, caller.only_user, self._sees(caller))
-        )
-        if found is None:
-            known = await store_reached(
-                self._store.response(previous, caller.tenant, caller.only_user, self._sees(caller))
-            )
-            if known is not None:
-                status = msgspec.json.decode(known)["status"]
-                raise InvalidRequest(
-                    f"The response `{previous}` is `{status}`; only one that has an answer can be continued.",
-                    param="previous_response_id",
-                )
-            raise InvalidRequest(
-                f"There is no stored response `{previous}`.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return found
-
-    async def _resolved(self, exchange: Exchange, given: str | Sequence[msgspec.Raw]) -> str | Sequence[msgspec.Raw]:
-        """The input, with items of stored responses in the place of references to them."""
-        if isinstance(given, str):
-            return given
-        caller, items = exchange.caller, list(given)
-        known: dict[str, dict[str, Any]] = {}
-        for index, raw in enumerate(given):
-            at = f"input[{index}]"
-            if kind_of(raw, at) != REFERENCE:
-                continue
-            id = reference_of(exchange, raw, at)
-            if id not in known and (response := item_ids.response_of(id)) is not None:
-                found = await store_reached(
-                    self._store.all_items(response, caller.tenant, caller.only_user, self._sees(caller))
-                )
-                known |= {item["id"]: item for item in found}
-            if id not in known:
-                raise InvalidRequest(
-                    f"There is no stored item `{id[:128]}`; send the item itself.",
-                    param=f"{at}.id",
-                    code="item_not_found",
-                )
-            items[index] = msgspec.Raw(msgspec.json.encode(known[id]))
-        return items
 
     async def _truncatable(self, exchange: Exchange, said: list[ChatMessage]) -> tuple[Turn, list[ChatMessage]]:
         """A turn that may leave out the oldest messages, and those that it must not."""
@@ -254,29 +196,6 @@ class ResponseEndpoints:
         if self._background is None or not self._background.enabled:
             raise not_supported("background", "this gateway stores no responses, or generates none in the background")
         return self._background
-
-    async def _record(
-        self,
-        exchange: Exchange,
-        previous: str | None,
-        items: str | Sequence[msgspec.Raw],
-        conversation: list[ChatMessage],
-    ) -> ResponseRecord:
-        """What is stored with a response."""
-        caller, user = exchange.caller, exchange.record.user_id or ""
-        before: list[dict[str, Any]] = []
-        if previous is not None:
-            before = await store_reached(
-                self._store.all_items(previous, caller.tenant, caller.only_user, self._sees(caller))
-            )
-        return ResponseRecord(caller.tenant, user, before, items, conversation)
-
-    async def _put(self, record: ResponseRecord, id: str, response: bytes, said: list[ChatMessage]) -> None:
-        """Stores a response with everything that it answers."""
-        whole = [*record.conversation, *said]
-        await store_reached(
-            self._store.put(id, record.tenant, response, whole, items=record.items(id), user=record.user)
-        )
 
 
 def _check(request: ResponsesRequest, *, can_store: bool) -> None:

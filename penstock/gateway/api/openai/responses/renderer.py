@@ -253,14 +253,7 @@ class ResponseRenderer(Renderer):
                 response["incomplete_details"]["stop_reason"] = TIME_LIMIT
         else:
             response["completed_at"] = int(time.time())
-        usage = self._generation.usage()
-        response["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": self._generation.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-        }
+        response["usage"] = usage_of(self._generation)
         return response
 
     def _object(self, status: str) -> dict[str, Any]:
@@ -282,6 +275,18 @@ class ResponseRenderer(Renderer):
                 add_call(said, ToolCall(id=item["call_id"], function=function), thought)
                 thought = None
         return said or [ChatMessage(role="assistant", content="")]  # it was cut off inside the thought
+
+
+def usage_of(generation: Generation) -> dict[str, Any]:
+    """What was used, in the words of this API."""
+    usage = generation.usage()
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
 
 
 def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> dict[str, Any]:
