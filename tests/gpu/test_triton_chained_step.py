@@ -56,7 +56,7 @@ class Step:
 def _shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "small", SMALL
     if MODE == "device":
-        for name in ("llama-8b", "qwen3-8b"):
+        for name in ("llama-8b", "qwen3-0.6b"):
             yield name, with_layers(named(name), 3)
 
 
@@ -85,7 +85,7 @@ def bench_layers() -> Iterator[Row]:
         return
     common.overlap_launches(True)
     try:
-        for name in ("llama-8b", "qwen3-8b"):
+        for name in ("llama-8b", "qwen3-0.6b", "llama-70b"):
             for fp8 in (True, False):
                 step = Step(with_layers(named(name), 6), fp8)
                 layers = len(step.chained.layers)

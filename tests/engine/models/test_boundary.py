@@ -14,14 +14,17 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.core import Engine
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import read_config
 from penstock.engine.models.llama import LlamaDecoder
 from penstock.engine.models.tap import Tap
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.sleep.memory import walk
 from tests.engine.adapters.files import write_adapter
-from tests.engine.chained import Chain, ChainOps, use_chains
+from tests.engine.chained import Chain, ChainBackend, ChainOps, use_chains
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.speculative.heads import write_original
 from tests.engine.tiny import write_checkpoint
@@ -177,3 +180,20 @@ def test_other_layers_have_none(family: str, tmp_path: Path, monkeypatch: pytest
     ops = use_chains(monkeypatch)
     assert generate(make_engine(folder, num_blocks=20), greedy("a", PROMPT, 8)) == expected
     assert not ops.lengths
+
+
+def test_ranks_have_none() -> None:
+    """Those of one device would hold each other's places."""
+    config = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    weights = RandomCheckpoint(config, dtype=torch.float32)
+    alone, rank = (
+        build_decoder(
+            weights, read_config(config), ChainBackend(4, few_bits=False), dtype=torch.float32, max_positions=64,
+            fused_up_to=8, head_rows=rows,
+        )
+        for rows in (None, 64)
+    )  # fmt: skip
+    assert alone.chained and not rank.chained and rank.fused_up_to == 8
