@@ -228,7 +228,6 @@ def bench_qwen3_next() -> Iterator[Row]:
     step = Step(shape_of("qwen3-next", 4))
     yield from _report("qwen3-next", step, {
         "first product 2 rows": patched(first_product(2, 4)),
-        "second product, one warp": patched(second_product(256, 8)),
-        "first product 2 rows, second one warp": patched(first_product(2, 4), second_product(256, 8)),
+        "second product, two warps": patched(second_product(512, 6)),
         "output 8 warps": patched(product(2048, 2, 8)),
     })  # fmt: skip

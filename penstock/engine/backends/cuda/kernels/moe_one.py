@@ -434,8 +434,11 @@ def _gate_up_shape(depth: int, shared: int) -> OneConfig:
 
 
 def _down_shape(width: int) -> OneConfig:
-    """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
+    """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those; for
+    the shortest rows a single warp."""
     fits = [step for step in (2048, 1024, 512, 256) if ceil_div(width, step) <= 8] or [2048]
+    if width <= 512:
+        fits = [256]
     block_k = min(fits, key=lambda step: (ceil_div(width, step) * step, -step))
     return OneConfig(block_n=1, block_k=block_k, num_warps=block_k // 256, loads=9 if block_k == 256 else 6)
 
