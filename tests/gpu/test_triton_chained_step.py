@@ -4,7 +4,8 @@ and what a layer takes of both."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,38 +61,51 @@ def _shapes() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, with_layers(named(name), 3)
 
 
+@contextmanager
+def _early(on: bool) -> Iterator[None]:
+    common.overlap_launches(on and MODE == "device")
+    try:
+        yield
+    finally:
+        common.overlap_launches(False)
+
+
+def _build(steps: Sequence[Step], early: bool) -> None:
+    """All kernels at once: one after another takes seconds each."""
+    if MODE == "device":
+        with _early(early), common.building_kernels(), torch.inference_mode():
+            for step in steps:
+                step(step.chained)
+                step(step.usual)
+
+
 def test_hidden_states_equal_those_of_separate_launches() -> None:
     if MODE == "interpret":
         return  # programs that wait for each other need a device
-    for name, config in _shapes():
-        for fp8 in (False, True):
-            step = Step(config, fp8)
+    steps = {(name, fp8): Step(config, fp8) for name, config in _shapes() for fp8 in (False, True)}
+    for early in (False, True):
+        _build(list(steps.values()), early)
+        for (name, fp8), step in steps.items():
             assert step.chained.chained and not step.usual.chained
             assert len(list(_neighbours(step.chained))) == 2 and not list(_neighbours(step.usual))
             first = step.chained.layers[:1]
             assert list(_neighbours(dataclasses.replace(step.chained, layers=first))) == [first * 2]
-            for early in (False, True):
-                common.overlap_launches(early and MODE == "device")
-                try:
-                    for turn in range(3):
-                        got, want = step(step.chained), step(step.usual)
-                        check(f"{name}, fp8 {fp8}, early {early}, {turn}", got, want, 2e-2)
-                finally:
-                    common.overlap_launches(False)
+            with _early(early):
+                for turn in range(3):
+                    got, want = step(step.chained), step(step.usual)
+                    check(f"{name}, fp8 {fp8}, early {early}, {turn}", got, want, 2e-2)
 
 
 def bench_layers() -> Iterator[Row]:
     if MODE != "device":
         return
-    common.overlap_launches(True)
-    try:
-        for name in ("llama-8b", "qwen3-0.6b", "llama-70b"):
-            for fp8 in (True, False):
-                step = Step(with_layers(named(name), 6), fp8)
-                layers = len(step.chained.layers)
-                read = sum(linear.weight_bytes for layer in step.chained.layers for linear in layer.linears) / layers
-                for kind, decoder in (("in chains", step.chained), ("separate", step.usual)):
-                    us = time_us([lambda step=step, decoder=decoder: step(decoder)]) / layers
-                    yield bandwidth(f"{name} {'fp8' if fp8 else 'bf16'}, a layer, {kind}", us, read)
-    finally:
-        common.overlap_launches(False)
+    shapes = [(name, fp8) for name in ("llama-8b", "qwen3-0.6b", "llama-70b") for fp8 in (True, False)]
+    steps = [Step(with_layers(named(name), 6), fp8) for name, fp8 in shapes]
+    _build(steps, True)
+    with _early(True):
+        for (name, fp8), step in zip(shapes, steps, strict=True):
+            layers = len(step.chained.layers)
+            read = sum(linear.weight_bytes for layer in step.chained.layers for linear in layer.linears) / layers
+            for kind, decoder in (("in chains", step.chained), ("separate", step.usual)):
+                us = time_us([lambda step=step, decoder=decoder: step(decoder)]) / layers
+                yield bandwidth(f"{name} {'fp8' if fp8 else 'bf16'}, a layer, {kind}", us, read)

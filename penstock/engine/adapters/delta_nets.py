@@ -1,7 +1,7 @@
 """Adapters on the projections of gated delta nets.
 
 What a delta net reads may be one matrix with the gates of its state behind the rest, or two: see `GatedDeltaNet`. In
-either case adapters know two linears, so what they add to the one matrix is computed apart, and added to its columns.
+either case adapters know two linears, so columns of the one matrix are taken apart and put back with them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _AdaptedColumns:
         y, begin = self.base(x), 0
         for placed in self._sites:
             end = begin + placed.site.outputs
-            added = y.new_zeros(len(y), end - begin)
-            self._kernel.add(x, added, placed)
-            y[:, begin:end] += added
+            part = y[:, begin:end].contiguous()
+            self._kernel.add(x, part, placed)
+            y[:, begin:end] = part
             begin = end
         return y
 

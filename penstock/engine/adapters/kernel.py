@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.engine.adapters.layout import PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
+from penstock.engine.adapters.vectors import VectorBank
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -18,6 +19,8 @@ class LoraKernel(Protocol):
 
     rows: RowBank | None
     """What adapters replace of embedding and head; None: none may. It is told of slots and steps as the kernel is."""
+    vectors: VectorBank | None
+    """What adapters do to single outputs; the same. `add` and its like end with it."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""

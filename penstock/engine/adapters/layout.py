@@ -121,6 +121,8 @@ class PlacedSite:
     """Which site of its layer."""
     start: int
     """Times the rank: first element of A; B follows A."""
+    column: int = 0
+    """Of its first output, where an adapter has one number for every output; see `adapters.vectors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +161,25 @@ class AdapterLayout:
         """Elements of an adapter per rank."""
         return self.unit_to_ends + sum(self._units(layer, experts=True) for layer in range(self.layers))
 
+    @property
+    def columns(self) -> int:
+        """Outputs of all sites, those of experts aside."""
+        ends = sum(site.outputs for site in self.sites if site.end) if self.ends else 0
+        return ends + sum(self._outputs(layer) for layer in range(self.layers))
+
     def place(self, layer: int, index: int) -> PlacedSite:
         """`layer`: 0 for embedding and head."""
         site = self.sites[index]
         if site.end:
-            return PlacedSite(site, layer, index, self.shared_unit + self._units_of_ends(index))
+            column = sum(self._outputs(before) for before in range(self.layers))
+            column += sum(one.outputs for one in self.sites[:index] if one.end)
+            return PlacedSite(site, layer, index, self.shared_unit + self._units_of_ends(index), column)
         experts = bool(site.experts)
         start = self.unit_to_ends if experts else 0
         start += sum(self._units(before, experts) for before in range(layer))
         start += self._units(layer, experts, self.sites[:index])
-        return PlacedSite(site, layer, index, start)
+        column = sum(self._outputs(before) for before in range(layer)) + self._outputs(layer, self.sites[:index])
+        return PlacedSite(site, layer, index, start, column)
 
     def touches_further(self, ranks: Tensor) -> bool:
         """Whether an adapter with these ranks of the sites touches one that few do."""
@@ -177,6 +188,10 @@ class AdapterLayout:
     def _units(self, layer: int, experts: bool, sites: tuple[Site, ...] | None = None) -> int:
         every = self.sites if sites is None else sites
         return sum(site.unit for site in every if not site.end and bool(site.experts) is experts and site.is_in(layer))
+
+    def _outputs(self, layer: int, sites: tuple[Site, ...] | None = None) -> int:
+        every = self.sites if sites is None else sites
+        return sum(site.outputs for site in every if not site.end and not site.experts and site.is_in(layer))
 
     def _units_of_ends(self, index: int) -> int:
         """Of those before a site."""

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.adapters.vector_tensors import Changed, VectorTensors
+from penstock.engine.adapters.vectors import SiteVectors
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
@@ -61,6 +64,8 @@ class Packer:
     rank: int
     rows: EndRows | None
     """What it replaces of embedding and head."""
+    vectors: SiteVectors | None
+    """What it does to single outputs of linears."""
 
     def __init__(
         self,
@@ -76,9 +81,10 @@ class Packer:
         row_dtype: torch.dtype | None = None,
         most_rows: int | None = None,
         room: int = 0,
+        stored: BaseTensors | None = None,
     ) -> None:
         """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared. `row_dtype`,
-        `most_rows`, `room`: see `EndTensors`."""
+        `most_rows`, `room`: see `EndTensors`. `stored`: the model's checkpoint."""
         self.file = file
         self.layout = layout
         self.cut = cut
@@ -92,6 +98,7 @@ class Packer:
         self._stacks: dict[str, list[int]] = {}
         self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
         self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
+        self._vectors = VectorTensors(file, layout, cut, config, stored)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
@@ -118,9 +125,9 @@ class Packer:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
                 ends.setdefault(match[1], {})[match[2]] = key
-            elif not self._whole.take(key):
+            elif not self._whole.take(key) and not self._vectors.take(key):
                 raise self._refusal(key)
-        if not found and not ends:
+        if not found and not ends and not self._vectors.any:
             raise CheckpointError(f"{self.file} holds no LoRA matrices")
         targets = [(self._end(module, pair), pair) for module, pair in sorted(ends.items())]
         for (layer, module), pair in sorted(found.items()):
@@ -130,7 +137,7 @@ class Packer:
             if len(pair) != 2:
                 missing = "B" if "A" in pair else "A"
                 raise CheckpointError(f"{self.file}: {target.where} has no lora_{missing}")
-        self.rank = max(target.rank for target, _ in targets)
+        self.rank = max((target.rank for target, _ in targets), default=1)
         if self.rank > self._max_rank:
             raise CheckpointError(
                 f"{CONFIG}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank"
@@ -147,13 +154,39 @@ class Packer:
         unit, width = self.layout.unit if experts else shared, self.layout.width(self.rank)
         self.data = torch.zeros(width * unit, dtype=self._dtype, pin_memory=self._pin)
         for target, pair in targets:
-            self._put(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
+            a, b = (tensors.get_tensor(pair[side]) for side in "AB")
+            self._put(target, a, b, key=pair["A"])
+            self._take_vectors(target, a, b, tensors)
             self.ranks[target.index] = width
             self.parts[target.index] |= sum(1 << part for part in target.parts)
             if sites[target.index].heads:
                 self.ranks[target.index + 1], self.parts[target.index + 1] = width, 1
             if target.layer is None and self._tied and len(ends) == 1:
-                self._put_tied(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
+                self._put_tied(target, a, b, key=pair["A"])
+        self._vectors.biases(self._biased, tensors, self._hash)
+        self.vectors = self._vectors.vectors()
+
+    def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
+        site, tied = self.cut.whole.sites[target.index], target.layer is None and self._tied
+        plain = not site.experts and not site.heads and not tied
+        changed = self._changed(target.layer, target.module, target.index, target.parts)
+        scale = self.config.scale_of(target.path)
+        self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash, plain=plain)
+
+    def _changed(self, layer: int | None, module: str, index: int, parts: range) -> Changed:
+        site = self.cut.whole.sites[index]
+        others = site.modules if len(site.modules) == 1 else ()
+        return Changed(layer, index, parts, (module, *others, *site.aliases))
+
+    def _biased(self, layer: int | None, module: str) -> Changed | None:
+        """The linear whose bias that is; None: adapters may not change it."""
+        if layer is None or layer >= self.cut.whole.layers or module not in self._places:
+            return None
+        index, parts = self._places[module]
+        site = self.cut.whole.sites[index]
+        if site.experts or not site.is_in(layer):
+            return None
+        return self._changed(layer, module, index, parts)
 
     def _refusal(self, key: str) -> CheckpointError:
         modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._ends)}))

@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import KnownMatrices
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
 from penstock.engine.adapters.packer import Packer
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
+from penstock.engine.adapters.vectors import SiteVectors
 from penstock.errors import CheckpointError
 
 
@@ -42,6 +44,8 @@ class LoadedAdapter:
     """int32 [sites]: a bit for each part of a site that it touches, of the lowest for the first; None: all of them."""
     rows: EndRows | None = None
     """What it replaces of embedding and head."""
+    vectors: SiteVectors | None = None
+    """What it does to single outputs of linears."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -62,6 +66,7 @@ def read_adapter(
     row_dtype: torch.dtype | None = None,
     most_rows: int | None = None,
     room: int = 0,
+    stored: BaseTensors | None = None,
 ) -> LoadedAdapter:
     """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory. `cut`: where
     `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only. `base` and
@@ -87,6 +92,7 @@ def read_adapter(
         row_dtype=row_dtype,
         most_rows=most_rows,
         room=room,
+        stored=stored,
     )
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -95,8 +101,9 @@ def read_adapter(
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
     ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
     rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
-    further = layout.touches_further(ranks) or rows is not None
-    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, further, parts, rows)
+    vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors
+    further = layout.touches_further(ranks) or rows is not None or vectors is not None
+    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors)
 
 
 def random_adapter(

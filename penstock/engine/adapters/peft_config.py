@@ -16,13 +16,11 @@ from penstock.errors import CheckpointError
 RULES = KeyRules(
     reader="LoRA adapters",
     reference={
-        "use_dora": False,
         "velora_config": None,
         "alora_invocation_tokens": None,
         "use_qalora": False,
         "monteclora_config": None,
         "layer_replication": None,
-        "lora_bias": False,
         "arrow_config": None,
         "kasa_config": None,
         "megatron_config": None,
@@ -30,16 +28,16 @@ RULES = KeyRules(
     read={
         "peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "exclude_modules",
         "layers_to_transform", "target_parameters", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
-        "modules_to_save", "trainable_token_indices",
+        "modules_to_save", "trainable_token_indices", "use_dora", "lora_bias", "fan_in_fan_out",
     },
     limited={
-        "bias": ("none",),
+        "bias": ("none", "all", "lora_only"),
         "use_bdlora": (None, False, {}),
     },
     inert={
         "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
         "lora_dropout", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
-        "lora_ga_config", "fan_in_fan_out", "qalora_group_size", "runtime_config",
+        "lora_ga_config", "qalora_group_size", "runtime_config",
     },
     strict=True,
 )  # fmt: skip
@@ -78,6 +76,12 @@ class LoraConfig:
     """Ends of the paths of modules that were trained as a whole."""
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Tokens whose rows were trained one by one, by the end of the module's path; empty: the embedding."""
+    dora: bool = False
+    """Whether every changed linear has a magnitude."""
+    transposed: bool = False
+    """Whether the base's matrices are [in, out]."""
+    biased: bool = False
+    """Whether every B has a bias."""
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
@@ -99,12 +103,7 @@ class LoraConfig:
             raise CheckpointError(f"{where}: r must be a positive integer, found {rank!r:.80}")
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < 1e30:
             raise CheckpointError(f"{where}: lora_alpha must be a number, found {alpha!r:.80}")
-        rooted = raw.get("use_rslora", False)
-        if rooted not in (True, False, None):
-            raise CheckpointError(f"{where}: use_rslora must be true or false, found {rooted!r:.80}")
-        tied = raw.get("ensure_weight_tying", False)
-        if tied not in (True, False, None):
-            raise CheckpointError(f"{where}: ensure_weight_tying must be true or false, found {tied!r:.80}")
+        rooted, tied = _flag(raw, "use_rslora"), _flag(raw, "ensure_weight_tying")
         targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
         return cls(
             rank,
@@ -114,12 +113,15 @@ class LoraConfig:
             _strings(raw.get("exclude_modules"), "exclude_modules"),
             None if layers is None or layers == [] else _integers(layers, "layers_to_transform"),
             _strings(raw.get("target_parameters"), "target_parameters"),
-            bool(rooted),
+            rooted,
             _patterns(raw.get("rank_pattern"), "rank_pattern", int),
             _patterns(raw.get("alpha_pattern"), "alpha_pattern", (int, float)),
-            bool(tied),
+            tied,
             _strings(raw.get("modules_to_save"), "modules_to_save", only=True),
             _token_rows(raw.get("trainable_token_indices")),
+            _flag(raw, "use_dora"),
+            _flag(raw, "fan_in_fan_out"),
+            _flag(raw, "lora_bias"),
         )
 
     def tokens_of(self, path: str, tied: bool) -> tuple[int, ...] | None:
@@ -149,6 +151,13 @@ class LoraConfig:
         rank = self.rank_of(path)
         alpha: float = _matching(self.alpha_pattern, path, self.alpha)
         return alpha / (math.sqrt(rank) if self.rooted else rank)
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key, False)
+    if value not in (True, False, None):
+        raise CheckpointError(f"{CONFIG}: {key} must be true or false, found {value!r:.80}")
+    return bool(value)
 
 
 def _matching(patterns: Mapping[str, Any], path: str, default: Any) -> Any:

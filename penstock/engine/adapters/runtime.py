@@ -40,11 +40,15 @@ class AdaptedModel:
     always: bool = False
     """Whether that one runs all steps, also those without adapters: in deterministic mode on devices on which its
     layers take other launches than those of the plain decoder."""
+    altered: Decoder | None = None
+    """One for steps in which some adapter changes single outputs (see `adapters.vectors`), where these cannot run
+    `further`."""
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
         narrow = None if self.narrow is None else change(self.narrow)
         further = None if self.further is None else change(self.further)
-        return dataclasses.replace(self, decoder=change(self.decoder), narrow=narrow, further=further)
+        altered = None if self.altered is None else change(self.altered)
+        return dataclasses.replace(self, decoder=change(self.decoder), narrow=narrow, further=further, altered=altered)
 
 
 class OtherRanks(Protocol):
@@ -72,6 +76,7 @@ class AdapterRuntime:
         self.decoder = model.decoder
         self.narrow = model.narrow
         self.further = model.further
+        self.altered = model.altered
         self.slots = np.empty(0, np.int32)
         """Of each token of the step that has begun, or row of logits; -1 where it has no adapter."""
         self._others = others
@@ -112,10 +117,19 @@ class AdapterRuntime:
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
-    def replaces_rows(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch replaces rows of embedding or head: it is neither recorded nor captured."""
+    def launched_eagerly(self, batch: Batch) -> bool:
+        """Whether some adapter of a batch replaces rows of embedding or head, or changes single outputs of linears: it
+        is neither recorded nor captured."""
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return any(adapter is not None and adapter.rows is not None for adapter in adapters)
+        return any(adapter is not None and (adapter.rows or adapter.vectors) is not None for adapter in adapters)
+
+    def alters(self, batch: Batch) -> bool:
+        """Whether some adapter of a batch changes single outputs of linears."""
+        return any((adapter := chunk.seq.adapter) is not None and adapter.vectors is not None for chunk in batch.chunks)
+
+    def on_head(self, decoder: Decoder) -> bool:
+        """Whether logits behind a decoder have adapters."""
+        return self.further is not None and (decoder is self.further or decoder is self.altered)
 
     def head(self, slots: np.ndarray) -> Linear:
         """The head for rows of logits with these slots."""
@@ -136,6 +150,8 @@ class AdapterRuntime:
             return None
         self.slots = slots
         self.kernel.begin(slots)
+        if self.altered is not None and self.alters(batch):
+            return self.altered
         if self.further is not None and self.touches_further(batch):
             return self.further
         return self.narrow if self.narrow is not None and is_narrow(batch) else self.decoder

@@ -66,11 +66,13 @@ class Forward:
     """Whether all adapters of the step are; see `LoadedAdapter`."""
     further: bool = False
     """Whether some adapter of the step touches linears that few do; see `Site`."""
+    altered: bool = False
+    """Whether some changes single outputs; see `AdaptedModel`."""
     states: Ints | None = None
     """See `HostBatch`."""
 
     def encode(self) -> bytes:
-        adapted = 0 if self.adapter_slots is None else 3 if self.further else 2 - self.narrow
+        adapted = 0 if self.adapter_slots is None else 3 + self.altered if self.further else 2 - self.narrow
         header = np.array(
             [
                 Op.FORWARD, self.model, len(self.token_ids), len(self.rows), self.cells.shape[1],
@@ -108,7 +110,8 @@ class Forward:
             model=model,
             adapter_slots=adapters if adapted else None,
             narrow=adapted == 1,
-            further=adapted == 3,
+            further=adapted >= 3,
+            altered=adapted == 4,
             states=states.reshape(4, tokens) if stateful else None,
         )
 

@@ -228,6 +228,8 @@ class LeadDecoder(Decoder):
     """Whether its layers have them on query, key and value only."""
     further: bool = False
     """Whether its layers have them on linears that few adapters touch, too."""
+    altered: bool = False
+    """See `AdaptedModel`."""
 
     @property
     def launched_eagerly(self) -> bool:
@@ -294,6 +296,7 @@ class LeadDecoder(Decoder):
             adapter_slots=None if self.adapters is None else self.adapters.slots.astype(np.int64),
             narrow=self.narrow,
             further=self.further,
+            altered=self.altered,
             states=host.states,
         )
 
@@ -369,7 +372,7 @@ def lead(
 def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
     """Have all ranks run the steps with adapters too."""
 
-    def led(decoder: Decoder, narrow: bool = False, further: bool = False) -> LeadDecoder:
+    def led(decoder: Decoder, narrow: bool = False, further: bool = False, altered: bool = False) -> LeadDecoder:
         stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
         plain.ranks.when_lost.append(stage.start_over)
         head = plain.head
@@ -386,10 +389,13 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
             adapters=adapters,
             narrow=narrow,
             further=further,
+            altered=altered,
         )
 
     adapters.decoder = led(adapters.model.decoder)
     if adapters.model.further is not None:
         adapters.further = led(adapters.model.further, further=True)
+    if adapters.model.altered is not None:
+        adapters.altered = led(adapters.model.altered, further=True, altered=True)
     if adapters.model.narrow is not None:
         adapters.narrow = led(adapters.model.narrow, narrow=True)

@@ -87,6 +87,7 @@ class ServedModel:
         self.stage = stage
         self.adapted: dict[tuple[bool, bool], Stage] = {}
         """By whether the adapters of a step are narrow, and whether some touch linears that few do."""
+        self.altered: Stage | None = None
         if part.adapters is not None:
             plain = part.adapters.decoder
             decoders = (
@@ -95,6 +96,8 @@ class ServedModel:
                 ((False, True), part.adapters.further or plain),
             )
             self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders}
+            if part.adapters.altered is not None:
+                self.altered = Stage(part.adapters.altered, stage.groups, stage.shares)
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -147,7 +150,8 @@ class ServedModel:
 
     def start_over(self) -> None:
         """Another rank is lost, and with it what all had computed."""
-        for stage in (self.stage, *self.adapted.values()):
+        altered = () if self.altered is None else (self.altered,)
+        for stage in (self.stage, *self.adapted.values(), *altered):
             stage.start_over()
         self.tables.zero_()
 
@@ -157,6 +161,8 @@ class ServedModel:
         if adapters is None or message.adapter_slots is None:
             return self.stage
         adapters.kernel.begin(message.adapter_slots.astype(np.int32))
+        if message.altered and self.altered is not None:
+            return self.altered
         return self.adapted[message.narrow, message.further]
 
     def head(self, message: Head) -> None:

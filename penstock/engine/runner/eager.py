@@ -60,7 +60,7 @@ class EagerExecutor(Executor):
     def _head_slots(self, decoder: Decoder, at: Ints) -> np.ndarray | None:
         """The adapters of the tokens `at` of the step that has begun, where the decoder adds them to logits."""
         adapters = self._adapters
-        return adapters.slots[at] if adapters is not None and decoder is adapters.further else None
+        return adapters.slots[at] if adapters is not None and adapters.on_head(decoder) else None
 
     def _head(self, slots: np.ndarray | None) -> Linear:
         """The head for rows with these adapters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.engine.adapters.apply import FusedLora, adapt
+from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
@@ -24,6 +26,7 @@ from penstock.engine.adapters.spec import (
     replaced_rows,
     stored_tokens,
 )
+from penstock.engine.adapters.vectors import VectorBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -92,10 +95,12 @@ def adapt_model(
     cut: AdapterCut | None = None,
     head_rows: int | None = None,
     as_stored: bool = True,
+    stored: Stored | None = None,
 ) -> AdaptedModel | None:
     """`decoder` with slots for adapters, or None when the configuration has none. Device memory is taken here. `cut`:
     which part of the model it is, when other ranks have others; `head_rows`: see `compose_decoder`. `as_stored`:
-    whether the embedding has not lost precision when the checkpoint was written."""
+    whether the embedding has not lost precision when the checkpoint was written. `stored`: the checkpoint of the whole
+    model."""
     slots = slot_count(config)
     if not slots:
         if config.adapters:
@@ -134,6 +139,7 @@ def adapt_model(
             row_dtype=activations,
             most_rows=most_rows,
             room=room,
+            stored=None if stored is None else BaseTensors(stored, decoder.config),
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
@@ -148,6 +154,7 @@ def adapt_model(
             room=room,
             one_by_one=decoder.ops.batch_invariant,
         )
+    kernel.vectors = VectorBank(slots, decoder.embedding.device)
     if library is not None:
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
@@ -160,7 +167,8 @@ def adapt_model(
     # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
     other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
     always = decoder.ops.batch_invariant and other_launches
-    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always)
+    altered = None if further is None or not further.fused_up_to else dataclasses.replace(further, fused_up_to=0)
+    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always, altered)
 
 
 def manage_adapters(

@@ -113,7 +113,7 @@ def load_part(
         device = member.device(device)
     dtype = pick_dtype(config.dtype, device)
     with phases("open"):
-        weights = open_weights(config, checkpoint)
+        weights = whole = open_weights(config, checkpoint)
         model = local = read_config(weights.config)
         if model.by_transformers:
             check_by_transformers(config, model, weights)
@@ -197,6 +197,7 @@ def load_part(
             cut=cut,
             head_rows=head_rows,
             as_stored=not isinstance(weights, GGUFCheckpoint),
+            stored=whole,
         )
         if backend.compiles and not decoder.launched_eagerly:
             with phases("compile"):

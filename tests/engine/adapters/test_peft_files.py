@@ -39,11 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "a pattern": {"target_modules": r".*\.[01]\.self_attn\.(q|v)_proj"},
     "exclusions": {"exclude_modules": ["k_proj"], "target_modules": "all-linear"},
     "initialized": {"init_lora_weights": "orthogonal"},
+    "dora": {"use_dora": True},
+    "dora of all linears": {"use_dora": True, "target_modules": "all-linear", "use_rslora": True},
+    "dora of ends": {"use_dora": True, "target_modules": [*LINEARS, "embed_tokens", "lm_head"]},
+    "dora and biases": {"use_dora": True, "bias": "all"},
+    "biases": {"bias": "all"},
+    "biases of targets": {"bias": "lora_only"},
+    "biases of B": {"lora_bias": True},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora"),
-    "bias": ({"bias": "lora_only"}, "bias"),
-    "lora bias": ({"lora_bias": True}, "lora_bias"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
     "linears": ({"modules_to_save": ["mlp"]}, "mlp"),

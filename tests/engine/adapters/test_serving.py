@@ -172,7 +172,7 @@ def broken(folder: Path, good: Path, how: str) -> Path:
         case "modules_to_save":
             config["modules_to_save"] = ["lm_head"]
         case "bias":
-            config["bias"] = "all"
+            config["bias"] = "some"
         case "use_dora":
             config["use_dora"] = True
         case "peft_type":
@@ -199,8 +199,8 @@ PROBLEMS = {
     "too many layers": "beyond the model's 3 layers",
     "rank above the limit": "rank 17 is above adapter_rank 16",
     "modules_to_save": "modules_to_save has lm_head, and adapter_model.safetensors does not",
-    "bias": "bias is 'all', which LoRA adapters do not support",
-    "use_dora": "use_dora is True, which LoRA adapters do not support",
+    "bias": "bias is 'some', which LoRA adapters do not support",
+    "use_dora": "has no lora_magnitude_vector, but adapter_config.json has use_dora: True",
     "peft_type": "'IA3' is not supported",
     "pissa": "changes the base model",
 }

@@ -161,7 +161,9 @@ def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypat
         make_engine(folder)
 
 
-def write_lora(folder: Path, base: Path, targets: Sequence[str], *, transposed: bool = False) -> tuple[Path, Path]:
+def write_lora(
+    folder: Path, base: Path, targets: Sequence[str], *, transposed: bool = False, dora: bool = False
+) -> tuple[Path, Path]:
     """A random adapter, and the checkpoint with it merged in. `transposed`: matrices are stored [inputs, outputs]."""
     from safetensors.torch import load_file, save_file
 
@@ -175,11 +177,16 @@ def write_lora(folder: Path, base: Path, targets: Sequence[str], *, transposed: 
             prefix = f"base_model.model.{module}"
             tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
             weights[name] = weight + 2 * ((b @ a).t() if transposed else b @ a)
+            if dora:
+                magnitude = torch.rand(outputs, generator=generator) + 0.5
+                lengths = weights[name].norm(dim=0 if transposed else 1)
+                tensors[f"{prefix}.lora_magnitude_vector"] = magnitude * lengths
+                weights[name] = weights[name] * (magnitude if transposed else magnitude.unsqueeze(1))
     adapter, merged = folder / "adapter", folder / "merged"
     adapter.mkdir()
     save_file(tensors, adapter / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(targets), "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": transposed}))
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": transposed, "use_dora": dora}))
     shutil.copytree(base, merged)
     save_file(weights, merged / "model.safetensors", {"format": "pt"})
     return adapter, merged
@@ -187,19 +194,21 @@ def write_lora(folder: Path, base: Path, targets: Sequence[str], *, transposed: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_type", "targets", "transposed"),
+    ("model_type", "targets", "settings"),
     [
-        ("starcoder2", ("q_proj", "v_proj", "c_fc"), False),
-        ("bloom", ("query_key_value", "dense_4h_to_h"), False),
-        ("gpt2", ("c_attn", "mlp.c_proj"), True),
-        ("dots1", ("q_proj", "o_proj"), False),
+        ("starcoder2", ("q_proj", "v_proj", "c_fc"), {}),
+        ("starcoder2", ("q_proj", "v_proj", "c_fc"), {"dora": True}),
+        ("bloom", ("query_key_value", "dense_4h_to_h"), {}),
+        ("gpt2", ("c_attn", "mlp.c_proj"), {"transposed": True}),
+        ("gpt2", ("c_attn", "mlp.c_proj"), {"transposed": True, "dora": True}),
+        ("dots1", ("q_proj", "o_proj"), {}),
     ],
 )
 def test_an_adapter_equals_merging_it(
-    model_type: str, targets: tuple[str, ...], transposed: bool, tmp_path: Path
+    model_type: str, targets: tuple[str, ...], settings: dict[str, bool], tmp_path: Path
 ) -> None:
     base = write_foreign(model_type, tmp_path / "base")
-    adapter, folder = write_lora(tmp_path, base, targets, transposed=transposed)
+    adapter, folder = write_lora(tmp_path, base, targets, **settings)
     merged, plain = Reference(folder), Reference(base)
     engine = make_engine(base, adapters=(AdapterSpec("tuned", str(adapter)),), token_budget=40, num_blocks=60)
     rng = random.Random(2)

@@ -13,6 +13,7 @@ from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
+from penstock.engine.adapters.vectors import VectorBank
 from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
 
@@ -28,6 +29,7 @@ class CpuLora:
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
         self.rows: RowBank | None = None
+        self.vectors: VectorBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -47,6 +49,8 @@ class CpuLora:
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         if self.rows is not None:
             self.rows.put(slot, adapter.rows)
+        if self.vectors is not None:
+            self.vectors.put(slot, adapter.vectors)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
@@ -54,6 +58,8 @@ class CpuLora:
     def begin(self, slots: np.ndarray) -> None:
         if self.rows is not None:
             self.rows.begin(slots)
+        if self.vectors is not None:
+            self.vectors.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)
@@ -61,6 +67,8 @@ class CpuLora:
     def begin_head(self, slots: np.ndarray) -> None:
         if self.rows is not None:
             self.rows.begin_head(slots)
+        if self.vectors is not None:
+            self.vectors.begin_head(slots)
         self._head_tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._head_step, tiles, self._ranks)
 
@@ -76,9 +84,13 @@ class CpuLora:
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed, self._common)
+        if self.vectors is not None:
+            self.vectors.alter(y, placed)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed, {**self._common, "step": ctypes.addressof(self._head_step)})
+        if self.vectors is not None:
+            self.vectors.alter_head(y, placed)
 
     def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
         need_contiguous(token_ids, "token_ids")
@@ -89,6 +101,8 @@ class CpuLora:
         if y.shape != (len(token_ids), site.outputs):
             raise LayoutError(f"{len(token_ids)} tokens and y {tuple(y.shape)} do not fit {site}")
         self._call(site, placed, {**self._common, "ids": token_ids.data_ptr()}, y, dtype_code(y, "y"))
+        if self.vectors is not None:
+            self.vectors.alter(y, placed)
 
     def add_visits(
         self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None

@@ -196,7 +196,7 @@ class GraphExecutor(EagerExecutor):
         adapters = self._adapters
         if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
             return self.graphs
-        if adapters.replaces_rows(batch):
+        if adapters.launched_eagerly(batch):
             return None
         if self.further_graphs is not None and adapters.touches_further(batch):
             return self.further_graphs

@@ -26,6 +26,7 @@ from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.adapters.vectors import VectorBank
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
@@ -80,6 +81,7 @@ class TritonLora:
         one size, and sums are rounded where they are added."""
         assert layout.by_output
         self.rows: RowBank | None = None
+        self.vectors: VectorBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -102,6 +104,8 @@ class TritonLora:
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         if self.rows is not None:
             self.rows.put(slot, adapter.rows)
+        if self.vectors is not None:
+            self.vectors.put(slot, adapter.vectors)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -112,6 +116,8 @@ class TritonLora:
     def begin(self, slots: np.ndarray) -> None:
         if self.rows is not None:
             self.rows.begin(slots)
+        if self.vectors is not None:
+            self.vectors.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -128,6 +134,8 @@ class TritonLora:
     def use(self, tables: dict[str, Tensor], tokens: int) -> None:
         if self.rows is not None:
             self.rows.clear()
+        if self.vectors is not None:
+            self.vectors.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
         self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
 
@@ -212,15 +220,21 @@ class TritonLora:
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
+        if self.vectors is not None:
+            self.vectors.alter(y, placed)
 
     def begin_head(self, slots: np.ndarray) -> None:
         self.begin(slots)
         if self.rows is not None:
             self.rows.begin_head(slots)  # behind `begin`, which forgets the rows of logits of the step before
+        if self.vectors is not None:
+            self.vectors.begin_head(slots)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         """In a graph all tokens have logits, so their tiles are those of the step."""
-        self.add(x, y, placed)
+        self._launch(x, self._partial(x, placed), y, placed, add=True)
+        if self.vectors is not None:
+            self.vectors.alter_head(y, placed)
 
     def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
         step, site = self._step, placed.site
@@ -244,6 +258,8 @@ class TritonLora:
             pdl=self.pdl,
         )
         self._expand(columns, y, placed, add=True)
+        if self.vectors is not None:
+            self.vectors.alter(y, placed)
 
     def _partial(self, x: Tensor, placed: PlacedSite) -> Tensor:
         """Room for the partial sums of `_launch`."""

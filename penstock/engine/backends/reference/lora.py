@@ -12,6 +12,7 @@ from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
+from penstock.engine.adapters.vectors import VectorBank
 
 _BLOCK = 1 << 30
 """Tokens per tile: all that share a slot."""
@@ -22,6 +23,7 @@ class ReferenceLora:
 
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
         self.rows: RowBank | None = None
+        self.vectors: VectorBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -32,12 +34,16 @@ class ReferenceLora:
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         if self.rows is not None:
             self.rows.put(slot, adapter.rows)
+        if self.vectors is not None:
+            self.vectors.put(slot, adapter.vectors)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
         if self.rows is not None:
             self.rows.begin(slots)
+        if self.vectors is not None:
+            self.vectors.begin(slots)
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [
@@ -69,9 +75,13 @@ class ReferenceLora:
         self.begin(slots)
         if self.rows is not None:
             self.rows.begin_head(slots)  # behind `begin`, which forgets the rows of logits of the step before
+        if self.vectors is not None:
+            self.vectors.begin_head(slots)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
-        self.add(x, y, placed)
+        self._add(x, y, placed)
+        if self.vectors is not None:
+            self.vectors.alter_head(y, placed)
 
     def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
         site = placed.site
@@ -85,8 +95,15 @@ class ReferenceLora:
                 up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
                 added = down[:, token_ids[tokens]].t().float() @ up.float()
                 y.index_add_(0, tokens, added.to(y.dtype))
+        if self.vectors is not None:
+            self.vectors.alter(y, placed)
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        self._add(x, y, placed)
+        if self.vectors is not None:
+            self.vectors.alter(y, placed)
+
+    def _add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         for slot, tokens in self._groups:
             adapter, data = self._adapters[slot], self._data[slot]
             assert adapter is not None and data is not None

@@ -1,0 +1,253 @@
+"""Magnitudes of DoRA and biases in an adapter's file, made into the scales and shifts of `adapters.vectors`.
+
+With the base's matrix W and bias b, matrices A and B times s, a magnitude m, a trained bias b' and a bias c of B, PEFT
+computes m / |W + s B A| * (W x + s B A x) + b' + s c, the length being that of each row. The engine has
+y = W x + b + s B A x already, so the scale is m / |W + s B A|, and the shift b' + s c - scale * b.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.base_tensors import BaseTensors
+from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, rows_of
+from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.adapters.vectors import SiteVectors
+from penstock.errors import CheckpointError
+
+_FORMS = (
+    (re.compile(r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$"), "magnitude"),
+    (re.compile(r"\.lora_B(?:\.default)?\.bias$"), "lora_bias"),
+    (re.compile(r"(?:\.base_layer)?\.bias$"), "bias"),
+    (re.compile(r"(?:_bias)$"), "other"),
+)
+_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+_AT_ONCE = 1 << 24
+"""Numbers of a matrix that are widened at the same time."""
+
+Where = tuple[int | None, str]
+"""A layer, or none, and the module in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A linear that vectors belong to."""
+
+    layer: int | None
+    index: int
+    """Of its site."""
+    parts: range
+    names: tuple[str, ...]
+    """What the checkpoint may call it."""
+
+    @property
+    def place(self) -> tuple[int | None, int, int]:
+        return self.layer, self.index, self.parts.start
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What becomes of the outputs of a linear."""
+
+    of: Changed
+    scale: Tensor | None = None
+    added: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class VectorTensors:
+    """Collects the tensors of one file, then makes vectors of them."""
+
+    file: str
+    layout: AdapterLayout
+    cut: AdapterCut
+    config: LoraConfig
+    base: BaseTensors | None
+    _keys: dict[tuple[int | None, str, str], str] = field(default_factory=dict)
+    _parts: dict[tuple[int | None, int, int], _Parts] = field(default_factory=dict)
+
+    def take(self, key: str) -> bool:
+        """Whether a tensor is one of these."""
+        for pattern, kind in _FORMS:
+            found = pattern.search(key)
+            if found is None:
+                continue
+            path = key if kind == "other" else key[: found.start()]
+            path = path.removeprefix("base_model.model.")
+            inside = _LAYER.fullmatch(path)
+            where: Where = (None, path) if inside is None else (int(inside[1]), inside[2])
+            self._keys[(*where, kind)] = key
+            return True
+        return False
+
+    @property
+    def any(self) -> bool:
+        return bool(self._keys)
+
+    def target(
+        self, changed: Changed, module: str, tensors: Any, a: Tensor, b: Tensor, scale: float,
+        hashed: Callable[[str, Tensor], None], *, plain: bool,
+    ) -> None:  # fmt: skip
+        """Take what belongs to a pair of matrices. `plain`: of a linear that every token passes."""
+        magnitude = self._taken(changed.layer, module, "magnitude", tensors)
+        bias = self._taken(changed.layer, module, "lora_bias", tensors)
+        where = module if changed.layer is None else f"layer {changed.layer} {module}"
+        for found, wanted, name, key in (
+            (magnitude, self.config.dora, "lora_magnitude_vector", "use_dora"),
+            (bias, self.config.biased, "lora_B.bias", "lora_bias"),
+        ):
+            if wanted is (found is None):
+                has = "no" if wanted else "a"
+                raise CheckpointError(f"{self.file}: {where} has {has} {name}, but {CONFIG} has {key}: {wanted}")
+        if magnitude is None and bias is None:
+            return
+        if not plain:
+            raise CheckpointError(
+                f"{self.file}: {where} has {'DoRA' if bias is None else 'a bias of lora_B'}, which is not available "
+                "for experts, kv_b_proj and tied ends"
+            )
+        site = self.cut.whole.sites[changed.index]
+        outputs = sum(site.sizes[part] for part in changed.parts)
+        parts = self._parts.setdefault(changed.place, _Parts(changed))
+        if magnitude is not None:
+            self._check(magnitude, outputs, where)
+            hashed(f"{where} magnitude", magnitude)
+            weight = self._weight(changed, where)
+            if tuple(weight.shape) != (outputs, site.inputs):
+                raise CheckpointError(
+                    f"{self.file}: the model's {where} is {tuple(weight.shape)}, which DoRA does not fit"
+                )
+            parts.scale = magnitude.flatten().float() / _lengths(weight, a.float(), b.float(), scale)
+        if bias is not None:
+            self._check(bias, outputs, where)
+            hashed(f"{where} bias of B", bias)
+            parts.added = bias.float() * scale
+
+    def biases(
+        self, find: Callable[[int | None, str], Changed | None], tensors: Any, hashed: Callable[[str, Tensor], None]
+    ) -> None:
+        """Take the biases that replace the model's own; those of no linear here must be the model's own."""
+        for layer, module, kind in sorted(self._keys, key=str):
+            if kind not in ("bias", "other"):
+                continue
+            key = self._keys[layer, module, kind]
+            where = module if layer is None else f"layer {layer} {module}"
+            bias: Tensor = tensors.get_tensor(key)
+            changed = find(layer, module) if kind == "bias" else None
+            if changed is None:
+                path = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default", "")
+                own = None if self.base is None else self.base.named(path)
+                if own is not None and own.shape == bias.shape and torch.equal(own.to(bias.dtype), bias):
+                    continue
+                raise CheckpointError(
+                    f"{self.file}: the bias of {where} is not the model's own; adapters may change biases of linears "
+                    "that they may target, except those of experts"
+                )
+            site = self.cut.whole.sites[changed.index]
+            self._check(bias, sum(site.sizes[part] for part in changed.parts), where)
+            hashed(f"{where} bias", bias)
+            self._parts.setdefault(changed.place, _Parts(changed)).bias = bias.float()
+        used = {(layer, module) for layer, module, kind in self._keys if kind in ("magnitude", "lora_bias")}
+        if used:
+            layer, module = sorted(used, key=str)[0]
+            raise CheckpointError(
+                f"{self.file}: {module} has a magnitude or a bias of lora_B, and no lora_A and lora_B"
+            )
+
+    def vectors(self) -> SiteVectors | None:
+        """This process's part of them; None: the adapter has none on any rank."""
+        if not self._parts:
+            return None
+        first, last = self.cut.layers
+        data = torch.zeros(2, self.layout.columns)
+        data[0] = 1.0
+        touched = set()
+        for parts in self._parts.values():
+            of = parts.of
+            site = self.cut.whole.sites[of.index]
+            if not self.layout.ends if of.layer is None else not first <= of.layer < last:
+                continue
+            sizes = [site.sizes[part] for part in of.parts]
+            scale = torch.ones(sum(sizes)) if parts.scale is None else parts.scale
+            shift = torch.zeros(sum(sizes))
+            own = None if of.layer is None else self._own_bias(of)
+            if own is not None:
+                shift += (own if parts.bias is None else parts.bias) - scale * own
+            elif parts.bias is not None:
+                shift += parts.bias
+            if parts.added is not None:
+                shift += parts.added
+            placed = self.layout.place(0 if of.layer is None else of.layer - first, of.index)
+            # Where inputs are cut, outputs are parts of a sum: the shift is in the first of them.
+            once = self.cut.inputs[of.index][0] == 0
+            spans = self.cut.outputs[of.index]
+            for part, factor, more in zip(of.parts, torch.split(scale, sizes), torch.split(shift, sizes), strict=True):
+                begin = placed.column + sum(placed.site.sizes[:part])
+                some = rows_of(factor, spans[part])
+                data[0, begin : begin + len(some)] = some
+                if once:
+                    data[1, begin : begin + len(some)] = rows_of(more, spans[part])
+            touched.add((placed.layer, placed.index))
+        if not bool(data.isfinite().all()):
+            raise CheckpointError(f"{self.file}: magnitudes or biases hold values that are not finite")
+        return SiteVectors(data, frozenset(touched))
+
+    def _taken(self, layer: int | None, module: str, kind: str, tensors: Any) -> Tensor | None:
+        found = next(
+            (
+                where
+                for where in self._keys
+                if where[0] == layer and where[2] == kind and (where[1] == module or where[1].endswith(f".{module}"))
+            ),
+            None,
+        )
+        if found is None:
+            return None
+        tensor: Tensor = tensors.get_tensor(self._keys.pop(found))
+        return tensor
+
+    def _check(self, vector: Tensor, outputs: int, where: str) -> None:
+        if vector.numel() != outputs:
+            raise CheckpointError(
+                f"{self.file}: a vector of {where} has {vector.numel()} numbers; on this model it needs {outputs}"
+            )
+
+    def _weight(self, changed: Changed, where: str) -> Tensor:
+        if self.base is None:
+            found = None
+        elif changed.layer is not None:
+            found = self.base.of_layer(changed.layer, changed.names, "weight")
+            if found is not None and self.config.transposed:
+                found = found.t()
+        else:
+            end = self.cut.whole.sites[changed.index].end
+            found = self.base.of_embedding() if end == "embedding" else self.base.of_head()
+            if found is not None and end == "embedding":
+                found = found.t()
+        if found is None:
+            raise CheckpointError(
+                f"{CONFIG}: use_dora needs the matrix of {where}, and the checkpoint has none of that name; merge the "
+                "adapter into the model"
+            )
+        return found
+
+    def _own_bias(self, changed: Changed) -> Tensor | None:
+        if self.base is None or changed.layer is None:
+            return None
+        found = self.base.of_layer(changed.layer, changed.names, "bias")
+        return None if found is None else found.float()
+
+
+def _lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Of each row of the matrix with the adapter in it."""
+    step = max(1, _AT_ONCE // weight.shape[1])
+    rows = [slice(begin, begin + step) for begin in range(0, len(weight), step)]
+    return torch.cat([(weight[some].float() + scale * (b[some] @ a)).norm(dim=1) for some in rows])

@@ -1,0 +1,97 @@
+"""What adapters do to single outputs of linears: y becomes scale * y + shift, with vectors of each token's adapter.
+
+DoRA multiplies what a linear and its adapter give by a magnitude for every output; biases that were trained replace the
+model's own. Both are known when an adapter is read (`adapters.vector_tensors`). Steps with such adapters are launched
+from the host, which knows the tokens of each slot; recorded and captured steps contain none of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.layout import PlacedSite
+
+_AT_ONCE = 1024
+"""Tokens whose outputs are widened at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteVectors:
+    """The vectors of one adapter, of this process's part of it."""
+
+    data: Tensor
+    """float32 [2, columns]: scales and shifts, by `PlacedSite.column`."""
+    touched: frozenset[tuple[int, int]]
+    """(layer, site) of those that are not all ones and zeros."""
+
+    def pinned(self) -> SiteVectors:
+        return SiteVectors(self.data.pin_memory(), self.touched)
+
+    def to(self, device: torch.device) -> SiteVectors:
+        return SiteVectors(self.data.to(device, non_blocking=True), self.touched)
+
+
+_Group = tuple[SiteVectors, Tensor | None]
+"""Vectors, and the tokens that have them; None: all of the step."""
+
+
+class VectorBank:
+    """The vectors of all slots. `begin` and `begin_head` are those of `LoraKernel`."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._held: list[SiteVectors | None] = [None] * slots
+        self._device = device
+        self._groups: list[_Group] = []
+        self._head_groups: list[_Group] = []
+
+    def put(self, slot: int, vectors: SiteVectors | None) -> None:
+        """Bring the vectors of an adapter into a slot. Few adapters have some, and they are small beside its matrices,
+        so nothing is reserved for them."""
+        self._held[slot] = None if vectors is None else vectors.to(self._device)
+
+    def begin(self, slots: np.ndarray) -> None:
+        self._groups, self._head_groups = self._grouped(slots), []
+
+    def begin_head(self, slots: np.ndarray) -> None:
+        self._head_groups = self._grouped(slots)
+
+    def clear(self) -> None:
+        """The coming step is captured: it changes nothing."""
+        self._groups, self._head_groups = [], []
+
+    def _grouped(self, slots: np.ndarray) -> list[_Group]:
+        if not any(self._held):
+            return []
+        found: list[_Group] = []
+        for slot in np.unique(slots[slots >= 0]).tolist():
+            held = self._held[slot]
+            if held is not None:
+                of = np.flatnonzero(slots == slot)
+                found.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
+        return found
+
+    def alter(self, y: Tensor, placed: PlacedSite) -> None:
+        """Scale and shift what a linear and its adapters gave, in place."""
+        for held, tokens in self._groups:
+            _alter(y, placed, held, tokens)
+
+    def alter_head(self, y: Tensor, placed: PlacedSite) -> None:
+        """The same of logits."""
+        for held, tokens in self._head_groups:
+            _alter(y, placed, held, tokens)
+
+
+def _alter(y: Tensor, placed: PlacedSite, held: SiteVectors, tokens: Tensor | None) -> None:
+    if (placed.layer, placed.index) not in held.touched:
+        return
+    scale, shift = held.data[:, placed.column : placed.column + placed.site.outputs]
+    if tokens is None:
+        for part in torch.split(y, _AT_ONCE):
+            part.copy_(torch.addcmul(shift, part.float(), scale))
+        return
+    for some in torch.split(tokens, _AT_ONCE):
+        y[some] = torch.addcmul(shift, y[some].float(), scale).to(y.dtype)
