@@ -75,13 +75,8 @@ def row_count(config: EngineConfig, backend: Backend) -> int | None:
 
 def token_count(config: EngineConfig, vocabulary: int) -> int:
     """Tokens that adapters may have behind the model's vocabulary."""
-    drafted = config.speculation not in ("off", "ngram")
-    if drafted and config.adapter_tokens:
-        raise ConfigError(
-            "adapter_tokens: the draft model does not know tokens of adapters; use speculation: ngram or off"
-        )
-    if config.adapter_tokens is not None or drafted:
-        return config.adapter_tokens or 0
+    if config.adapter_tokens is not None:
+        return config.adapter_tokens
     counts = (stored_tokens(Path(spec.source).expanduser()) for spec in config.adapters)
     return min(_MOST_TOKENS, max((0, *(count - vocabulary for count in counts))))
 
