@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
+from penstock.engine.adapters.norm_tensors import NormNames, NormTensors
+from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
@@ -66,6 +69,8 @@ class Packer:
     """What it replaces of embedding and head."""
     vectors: SiteVectors | None
     """What it does to single outputs of linears."""
+    norms: Mapping[Norm, Tensor] | None
+    """The norms that it replaces."""
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Packer:
         most_rows: int | None = None,
         room: int = 0,
         stored: BaseTensors | None = None,
+        norms: NormNames | None = None,
     ) -> None:
         """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared. `row_dtype`,
         `most_rows`, `room`: see `EndTensors`. `stored`: the model's checkpoint."""
@@ -101,6 +107,7 @@ class Packer:
         self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
         self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
         self._vectors = VectorTensors(file, layout, cut, config, stored)
+        self._norms = NormTensors(file, config, norms, stored)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
@@ -127,7 +134,7 @@ class Packer:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
                 ends.setdefault(match[1], {})[match[2]] = key
-            elif not self._whole.take(key) and not self._vectors.take(key):
+            elif not any(each.take(key) for each in (self._whole, self._vectors, self._norms)):
                 raise self._refusal(key)
         if not found and not ends and not self._vectors.any:
             raise CheckpointError(f"{self.file} holds no LoRA matrices")
@@ -167,6 +174,7 @@ class Packer:
                 self._put_tied(target, a, b, key=pair["A"])
         self._vectors.biases(self._biased, tensors, self._hash)
         self.vectors = self._vectors.vectors()
+        self.norms = self._norms.read(tensors, self._hash)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
         site, tied = self.cut.whole.sites[target.index], target.layer is None and self._tied

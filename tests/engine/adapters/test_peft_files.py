@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "biases": {"bias": "all"},
     "biases of targets": {"bias": "lora_only"},
     "biases of B": {"lora_bias": True},
+    "norms": {"modules_to_save": ["input_layernorm", "post_attention_layernorm", "norm"]},
+    "norms and more": {"modules_to_save": ["input_layernorm", "lm_head"], "use_dora": True},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),

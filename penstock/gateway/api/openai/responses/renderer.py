@@ -25,9 +25,7 @@ from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.sampling import first_given
-from penstock.gateway.generation.schemas import (
-    ChatMessage,
-)
+from penstock.gateway.generation.schemas import ChatMessage, served_tier
 from penstock.gateway.generation.tool_schemas import (
     FunctionCall,
     ToolCall,
@@ -296,7 +294,6 @@ def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str,
 def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:
     """The fields that do not change while the response is generated."""
     wanted = None if request.text is None else request.text.format
-    tier = request.service_tier or "auto"
     return {
         "object": "response",
         "created_at": int(time.time()),
@@ -317,7 +314,7 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
             "summary": None,
         },
         "safety_identifier": request.safety_identifier,
-        "service_tier": "default" if tier == "auto" else tier,
+        "service_tier": served_tier(request.service_tier),
         "store": stored,
         "temperature": first_given(request.temperature, generation.model.sampling.temperature, 1.0),
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},

@@ -22,6 +22,7 @@ from penstock.gateway.generation.schemas import (
     RegexFormat,
     ResponseFormat,
     Sampling,
+    ServiceTier,
     SessionId,
     TextFormat,
     ThoughtTokens,
@@ -276,7 +277,7 @@ class CompactRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
 
     def request(self) -> ResponsesRequest:
         return ResponsesRequest(
