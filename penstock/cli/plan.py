@@ -94,6 +94,12 @@ def plan(
     adapter_rank: Annotated[
         int, typer.Option(min=1, max=512, rich_help_panel=_HARDWARE, help="Largest rank of these adapters.")
     ] = 16,
+    adapter_rows: Annotated[
+        int,
+        typer.Option(
+            min=0, rich_help_panel=_HARDWARE, help="Rows of embedding and head that one replaces (modules_to_save)."
+        ),
+    ] = 64,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -243,6 +249,7 @@ def plan(
         speculation=speculation,
         adapter_slots=adapters,
         adapter_rank=adapter_rank,
+        adapter_rows=adapter_rows,
         headroom=Headroom(utilisation, _or(spares, 0 if own else 1)),
         mix=PriceMix(1 - reserved - spot, reserved, spot),
         overheads=Overheads(

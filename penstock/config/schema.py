@@ -222,6 +222,10 @@ class StoreConfig:
     responses_per_tenant: int = setting(
         10_000, doc="Maximum of stored responses per tenant; the oldest are deleted first. 0: none are stored.", least=0
     )
+    background_per_tenant: int = setting(
+        64, doc="Maximum of responses with `background: true` of one tenant that wait or are generated at a time, in "
+        "each gateway process. 0: none.", least=0,
+    )  # fmt: skip
     gateway_timeout_s: float = setting(
         20.0, doc="Seconds without a heartbeat after which another gateway settles a gateway's open charges.", least=1
     )

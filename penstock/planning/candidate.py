@@ -40,6 +40,7 @@ class Options:
     speculation: Speculation | None = None
     adapter_slots: int = 0
     adapter_rank: int = 16
+    adapter_rows: int = 64
     headroom: Headroom = field(default_factory=Headroom)
     mix: PriceMix = field(default_factory=PriceMix)
     overheads: Overheads = field(default_factory=Overheads)
@@ -128,6 +129,7 @@ def deployments(
                         weight_dtype=weights, kv_dtype=kv, max_model_len=context, host_memory=options.host_memory,
                         shared_prefix=shared_prefix, speculation=options.speculation,
                         adapter_slots=options.adapter_slots, adapter_rank=options.adapter_rank,
+                        adapter_rows=options.adapter_rows,
                     )  # fmt: skip
                 except ConfigError as error:
                     yield Rejected(f"{device.name}, TP {tensor}, PP {stages}", "layout", str(error), float("inf"))

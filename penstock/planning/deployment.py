@@ -83,12 +83,14 @@ class Deployment:
     """LoRA adapters in device memory at the same time."""
     adapter_rank: int = 16
     """Largest rank of an adapter: memory is reserved for it."""
+    adapter_rows: int = 64
+    """Rows of the embedding, and of the head, that an adapter may replace; the same."""
 
     def __post_init__(self) -> None:
         for name, least in (
             ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
             ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
-            ("adapter_slots", 0), ("adapter_rank", 1),
+            ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:

@@ -232,7 +232,7 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
         per_block += kv_block_bytes(draft)
     runtime = RUNTIME_BYTES[kind] + (COLLECTIVE_BYTES if deployment.devices > 1 else 0)
     activations = activation_bytes(deployment) if kind == "gpu" else 0
-    adapters = adapter_bytes(deployment, stage)
+    adapters = adapter_bytes(deployment, stage) + adapter_row_bytes(deployment, stage)
     free = capacity - runtime - weights - adapters - activations
     room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
     if deployment.kv_memory is not None:
@@ -286,6 +286,15 @@ def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
         units += shape.vocab + 2 * shape.hidden + -(-shape.vocab // tensor)
     elements = deployment.adapter_slots * deployment.adapter_rank * units
     return elements * (2 if deployment.device.kind == "gpu" else 4)
+
+
+def adapter_row_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of the rows of embedding and head that adapters may replace, on each device of a stage: a GPU of the first
+    one has room for them in every slot, and says for every token where its row is (`engine.adapters.rows`)."""
+    if stage or deployment.device.kind != "gpu":
+        return 0
+    row = 2 * deployment.shape.hidden + 8
+    return deployment.adapter_slots * (2 * deployment.adapter_rows * row + 4 * deployment.shape.vocab)
 
 
 def _adapted_rest(deployment: Deployment, layer: int) -> int:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS, AdapterSpec, default_rank
 from penstock.errors import SourceError
+
+if TYPE_CHECKING:
+    from penstock.sources.model_cache import Slot
 
 log = logging.getLogger("penstock.engine")
 
 _LOOKUP_S = 20.0
 """How long starting may wait for the configurations of adapters that are elsewhere."""
 _LOOKUPS = 8
+TEXT_FILES = (CONFIG, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+"""What a gateway reads of an adapter."""
+_ASK_AGAIN_S = 30.0
+_MOST_ASKED = 4096
 
 
 def resolve_adapter(source: str) -> Path:
@@ -33,13 +45,65 @@ def resolve_adapter(source: str) -> Path:
 
 
 def adapter_folder(source: str) -> Path | None:
-    """The adapter's folder, if it is on this machine: nothing is fetched."""
+    """The folder with the adapter's tokenizer and chat template, if it is on this machine: nothing is fetched."""
     from penstock.sources.resolve import cached
 
-    if not source or source.startswith("s3://"):
-        return None  # of a bucket only configuration and weights are fetched
-    folder = cached(source) if _is_remote(source) else Path(source).expanduser()
+    if not source:
+        return None
+    if not _is_remote(source):
+        folder: Path | None = Path(source).expanduser()
+    else:
+        folder = None if source.startswith("s3://") else cached(source)
+        if folder is None:
+            slot = _text_slot(source)
+            folder = slot.folder if slot.complete() else None
     return folder if folder is not None and folder.is_dir() else None
+
+
+def _text_slot(source: str) -> Slot:
+    from penstock.sources.model_cache import Slot, cache_dir
+    from penstock.sources.resolve import cache_key
+
+    return Slot(cache_dir(), f"{cache_key(source)}-text")
+
+
+class TextFetcher:
+    """Fetches tokenizers and chat templates of adapters that are elsewhere, for gateways, which need no weights. Those
+    of a hub once; a bucket is asked again now and then. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def due(self, source: str) -> Callable[[], None] | None:
+        """What fetches the files of an adapter, which may take a while; None: there is nothing to fetch, or it was
+        handed out a moment ago."""
+        if not _is_remote(source):
+            return None
+        with self._lock:
+            now = self._clock()
+            if now < self._asked.get(source, -math.inf) + _ASK_AGAIN_S:
+                return None
+            self._asked.pop(source, None)
+            self._asked[source] = now
+            while len(self._asked) > _MOST_ASKED:
+                self._asked.pop(next(iter(self._asked)))
+        if not source.startswith("s3://") and adapter_folder(source) is not None:
+            return None
+        return partial(self._fetch, source)
+
+    def _fetch(self, source: str) -> None:
+        from penstock.sources.object_store import fetch_files
+        from penstock.sources.resolve import resolve
+
+        try:
+            if source.startswith("s3://"):
+                fetch_files(source, TEXT_FILES, _text_slot(source), optional=True)
+            else:
+                resolve(source, weights=False)
+        except (SourceError, OSError) as error:
+            log.warning("the tokenizer of adapter %s cannot be fetched (%s): what is here is used", source, error)
 
 
 def check_adapter(source: str) -> None:

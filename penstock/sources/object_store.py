@@ -36,8 +36,15 @@ _CREDENTIALS = (
 """One of these variables is set where requests can be signed."""
 
 
-def fetch_files(source: str, names: Sequence[str], slot: Slot, progress: Progress | None = None) -> Path:
-    """The folder with the files `names` of the prefix `source`, as they are in the store now."""
+class _Missing(SourceError):
+    """There is no such object."""
+
+
+def fetch_files(
+    source: str, names: Sequence[str], slot: Slot, progress: Progress | None = None, *, optional: bool = False
+) -> Path:
+    """The folder with the files `names` of the prefix `source`, as they are in the store now; `optional`: with those of
+    them that are there."""
     match = _SOURCE.fullmatch(source)
     if match is None:
         raise SourceError(f"{source!r} does not name a prefix: write s3://BUCKET/PREFIX")
@@ -48,7 +55,12 @@ def fetch_files(source: str, names: Sequence[str], slot: Slot, progress: Progres
         slot.partial.mkdir(parents=True)
         tags: dict[str, str] = {}
         for name in names:
-            tag = _download(store, f"{prefix}/{name}", slot.partial / name, before.get(name), source, progress)
+            try:
+                tag = _download(store, f"{prefix}/{name}", slot.partial / name, before.get(name), source, progress)
+            except _Missing:
+                if not optional:
+                    raise
+                continue
             if tag is None:
                 shutil.copyfile(slot.folder / name, slot.partial / name)
             tags[name] = tag or before[name]
@@ -99,7 +111,7 @@ def _download(
     except (PermissionDeniedError, UnauthenticatedError) as error:
         raise SourceError(f"{source} cannot be fetched: access is refused; check the AWS_ variables") from error
     except FileNotFoundError as error:
-        raise SourceError(f"{source} cannot be fetched: it has no {to.name}") from error
+        raise _Missing(f"{source} cannot be fetched: it has no {to.name}") from error
     except BaseError as error:
         raise SourceError(f"{source} cannot be fetched: {_first_line(error)}; try again later") from error
     if done != total:

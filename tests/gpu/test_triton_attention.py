@@ -6,7 +6,21 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from attention_cases import BLOCK, DTYPES, FP8, INT8, LLAMA, SHAPES, Case, attention64, build, layout, ops, run_case
+from attention_cases import (
+    BLOCK,
+    DTYPES,
+    FP8,
+    INT8,
+    LLAMA,
+    SHAPES,
+    Case,
+    attention64,
+    build,
+    layout,
+    ops,
+    prefill_flops,
+    run_case,
+)
 from gpu_harness import (
     MODE,
     QUICK,
@@ -259,11 +273,6 @@ def bench_decode() -> Iterator[Row]:
     cases = decode_cases(256, 1024, qwen)
     us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache) for c in cases])
     yield bandwidth("decode 256 x 1024, 16/8x128", us, decode_bytes(cases))
-
-
-def prefill_flops(case: Case) -> float:
-    pairs = sum(n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True))
-    return 4 * pairs * case.layout.heads * case.layout.head_dim
 
 
 def bench_prefill() -> Iterator[Row]:

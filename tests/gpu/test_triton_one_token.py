@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.bench.bounds import probe
 from penstock.bench.shapes import named
-from penstock.engine.backends.cuda.kernels import common, gemv, latent_decode, moe_one
+from penstock.engine.backends.cuda.kernels import common, gemv, moe_one
 from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig
 from penstock.engine.backends.cuda.kernels.moe_one import OneConfig
 from penstock.engine.backends.interface import StateBatch
@@ -189,15 +189,11 @@ def product(n: int, rows: int, warps: int) -> tuple[Any, str, Any]:
 
 
 def first_product(rows: int, warps: int) -> tuple[Any, str, Any]:
-    return moe_one, "_gate_up_shape", lambda depth: OneConfig(rows, warps * 256, warps)
+    return moe_one, "_gate_up_shape", lambda *_: OneConfig(rows, warps * 256, warps)
 
 
 def second_product(step: int, loads: int) -> tuple[Any, str, Any]:
     return moe_one, "_down_shape", lambda width: OneConfig(1, step, step // 256, loads)
-
-
-def tiles(tokens: int, warps: int, stages: int) -> tuple[Any, str, Any]:
-    return latent_decode, "_tile", lambda layout, size: (16, tokens, warps, stages)
 
 
 def shape_of(name: str, layers: int) -> dict[str, Any]:
@@ -209,10 +205,9 @@ def bench_deepseek() -> Iterator[Row]:
         return
     step = Step(shape_of("deepseek-v2-lite", 5), skipped=1)
     yield from _report("deepseek", step, {
-        "choice made once": patched((moe_one, "MOST_RANKED", 0)),
-        "merge of 32 values": patched((latent_decode, "MERGED", 32)),
-        "shares: one stage": patched(tiles(32, 4, 1)),
-        "second product, one warp": patched(second_product(256, 12)),
+        "choice made by every program": patched((moe_one, "MOST_RANKED", 64)),
+        "first product 2 rows": patched(first_product(2, 4)),
+        "first product 2 rows, second one warp": patched(first_product(2, 4), second_product(256, 12)),
     })  # fmt: skip
 
 
@@ -221,8 +216,9 @@ def bench_qwen3() -> Iterator[Row]:
         return
     step = Step(shape_of("qwen3-30b-a3b", 4))
     yield from _report("qwen3-30b-a3b", step, {
-        "first product 2 rows": patched(first_product(2, 4)),
-        "second product, two visits": patched(second_product(256, 6)),
+        "first product 4 rows": patched(first_product(4, 4)),
+        "output 8 warps": patched(product(2048, 2, 8)),
+        "first product 4 rows, output 8 warps": patched(first_product(4, 4), product(2048, 2, 8)),
     })  # fmt: skip
 
 
@@ -231,6 +227,7 @@ def bench_qwen3_next() -> Iterator[Row]:
         return
     step = Step(shape_of("qwen3-next", 4))
     yield from _report("qwen3-next", step, {
-        "projections one row, 8 warps": patched(product(12352, 1, 8)),
-        "second product, one warp": patched(second_product(256, 8)),
+        "first product 2 rows": patched(first_product(2, 4)),
+        "second product, two warps": patched(second_product(512, 6)),
+        "output 8 warps": patched(product(2048, 2, 8)),
     })  # fmt: skip

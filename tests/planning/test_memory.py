@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.rows import RowBank
 from penstock.engine.backends.cuda.memory import CudaMemory
 from penstock.engine.backends.host_memory import HostMemory
 from penstock.engine.config import EngineConfig
@@ -21,7 +22,15 @@ from penstock.planning import memory
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config, shape_of_model
 from penstock.planning.deployment import Deployment, Speculation
-from penstock.planning.memory import MemoryPlan, adapter_bytes, device_weights, kv_block_bytes, memory_plan, state_bytes
+from penstock.planning.memory import (
+    MemoryPlan,
+    adapter_bytes,
+    adapter_row_bytes,
+    device_weights,
+    kv_block_bytes,
+    memory_plan,
+    state_bytes,
+)
 from penstock.planning.model_shape import known_config, model_shape
 from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
@@ -120,6 +129,15 @@ def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) ->
     deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3, adapter_rank=8)
     rows = -(-local.vocab_size // tensor)
     assert adapter_bytes(deployment) == 3 * 8 * layout_of(local, experts=False, head_rows=rows).unit * 2
+
+
+def test_rows_of_adapters_have_the_bytes_of_the_engines_bank() -> None:
+    deployment = deployed("llama-3-8b", "h100", adapter_slots=3, adapter_rows=7)
+    shape = deployment.shape
+    bank = RowBank(3, shape.vocab, shape.hidden, torch.bfloat16, torch.device("meta"), most=7)
+    assert bank._rows is not None and bank._head_rows is not None and bank._tables is not None and bank._ids is not None
+    tensors = (bank._rows, bank._head_rows, bank._tables, *bank._ids)
+    assert adapter_row_bytes(deployment) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @pytest.mark.parametrize(

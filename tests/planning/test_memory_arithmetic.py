@@ -17,6 +17,7 @@ from penstock.planning.memory import (
     MemoryPlan,
     activation_bytes,
     adapter_bytes,
+    adapter_row_bytes,
     device_weights,
     kv_block_bytes,
     memory_plan,
@@ -257,6 +258,15 @@ def test_a_draft_model_on_two_stages() -> None:
     assert plan.kv_bytes_per_token == 2 * 2 * 3 * 8 * 2
 
 
+def test_rows_that_adapters_replace() -> None:
+    row, table = 2 * SMALL.hidden + 8, 4 * SMALL.vocab
+    assert adapter_row_bytes(deployed(adapter_slots=3, adapter_rows=10)) == 3 * (2 * 10 * row + table)
+    assert adapter_row_bytes(deployed(adapter_slots=3)) == 3 * (2 * 64 * row + table)
+    assert adapter_row_bytes(deployed(adapter_slots=3, on="cpu-16")) == 0
+    stages = deployed(adapter_slots=1, adapter_rows=1, tensor_parallel=3, pipeline_parallel=2)
+    assert [adapter_row_bytes(stages, stage) for stage in (0, 1)] == [2 * row + table, 0]
+
+
 def test_adapters() -> None:
     """Per rank and layer: A of q, k, v, gate and up whole, those of o and down split; B the other way round. Embedding
     and head, whose B is split, are on the first stage."""
@@ -274,8 +284,9 @@ def test_adapters() -> None:
     attention, dense = 3 * 24 + 48 + 2 * 24 + 48 + 24, 2 * 24 + 2 * 60 + 60 + 24
     routed = 24 + 5 + (2 * 24 + 2 * 6 + 6 + 24)
     assert experts == (5 * attention + dense + 4 * routed + ends) * 2
-    plan = with_room(BLOCK * 100 + adapter_bytes(deployed(adapter_slots=2)), adapter_slots=2)
-    assert plan.blocks == 92 and plan.adapters == adapter_bytes(deployed(adapter_slots=2))
+    both = adapter_bytes(deployed(adapter_slots=2)) + adapter_row_bytes(deployed(adapter_slots=2))
+    plan = with_room(BLOCK * 100 + both, adapter_slots=2)
+    assert plan.blocks == 92 and plan.adapters == both
     assert plan.capacity == plan.weights + plan.adapters + plan.runtime + plan.activations + plan.kv_room + plan.reserve
 
 

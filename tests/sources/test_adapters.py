@@ -16,8 +16,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.startup.adapters import adapter_rank
 from penstock.errors import SourceError
 from penstock.sources import adapters, hub
-from penstock.sources.adapters import rank_of_listed
+from penstock.sources.adapters import TextFetcher, adapter_folder, rank_of_listed
 from penstock.sources.hub import HubSource
+from tests.sources.test_hub import Hub
+from tests.sources.test_hub import hub as hub_server
+from tests.sources.test_object_store import Store, store
+
+__all__ = ["hub_server", "store"]
 
 
 def written(folder: Path, rank: Any) -> AdapterSpec:
@@ -73,3 +78,46 @@ def test_a_hub_that_does_not_answer_holds_up_the_start_only_so_long(
         assert rank_of_listed([AdapterSpec("a", "hf:org/a")]) == 16
     never.set()
     assert "no answer in time" in caplog.text
+
+
+def test_text_of_an_adapter_in_a_bucket_is_fetched_and_asked_for_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    now = 0.0
+    fetcher, source = TextFetcher(lambda: now), "s3://bucket/a/b"
+    store.files = {"/bucket/a/b/tokenizer.json": (b"{}", '"1"'), "/bucket/a/b/adapter_model.safetensors": (b"x", '"w"')}
+    assert adapter_folder(source) is None
+    fetch = fetcher.due(source)
+    assert fetch is not None and fetcher.due(source) is None, "handed out once"
+    fetch()
+    folder = adapter_folder(source)
+    assert folder is not None and (folder / "tokenizer.json").read_bytes() == b"{}"
+    assert not (folder / "adapter_model.safetensors").exists()
+    store.files["/bucket/a/b/chat_template.jinja"] = (b"hi", '"2"')
+    assert fetcher.due(source) is None
+    now = 60.0
+    fetch = fetcher.due(source)
+    assert fetch is not None
+    fetch()
+    assert (folder / "chat_template.jinja").read_bytes() == b"hi"
+    now, store.status = 120.0, 403
+    fetch = fetcher.due(source)
+    assert fetch is not None
+    fetch()  # what was there stays
+    assert (folder / "chat_template.jinja").read_bytes() == b"hi"
+
+
+def test_text_of_an_adapter_on_a_hub_is_fetched_once_without_its_weights(hub_server: Hub) -> None:
+    hub_server.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    now = 0.0
+    fetcher = TextFetcher(lambda: now)
+    fetch = fetcher.due("hf:org/name")
+    assert fetch is not None
+    fetch()
+    folder = adapter_folder("hf:org/name")
+    assert folder is not None
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "penstock.json", "tokenizer.json"]
+    now = 60.0
+    assert fetcher.due("hf:org/name") is None
+    assert TextFetcher().due(str(folder)) is None, "a folder is read where it is"

@@ -197,6 +197,10 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         `done`: kinds that need no more. `wanted`: asked before each kernel; once it says no, none is begun."""
         return ()
 
+    def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
+        """What a step over a long context takes beside what one over a short context needs, at most."""
+        return 0
+
     def synchronize(self) -> None:
         """Block until the device has done everything launched so far."""
 

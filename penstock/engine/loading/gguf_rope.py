@@ -32,7 +32,7 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
         raise CheckpointError(
             f"{file.path}: rope is scaled by {factor:g} with attn_factor {attention:g}; not supported"
         )
-    if kind == "none":
+    if kind == "none" and key.architecture != "llama4":  # of which llama.cpp scales the layers with chunks all the same
         factor = 1.0
     original = key.whole("rope.scaling.original_context_length", 0) or config["max_position_embeddings"]
     if key.architecture != "mistral3" and key.number("attention.temperature_scale", 0.0) != 0.0:

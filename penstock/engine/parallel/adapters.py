@@ -9,6 +9,7 @@ that cannot be read on some rank is dropped by all and fails alone.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -42,6 +43,8 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans, vocabulary_span
 from penstock.errors import CheckpointError, PenstockError, ReplicaLost
+
+log = logging.getLogger(__name__)
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
 
@@ -144,6 +147,8 @@ class LeadAdapters:
         self._known: dict[LoadedAdapter, _Known] = {}
         self._undropped: list[int] = []
         """Dropped while not all ranks were there."""
+        self._missing: dict[LoadedAdapter, Future[None] | None] = {}
+        """What a rank that was started again has not read yet; a future while it does."""
 
     def read(self, name: str, source: str) -> LoadedAdapter:
         """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread. Where a rank is lost meanwhile and
@@ -183,11 +188,13 @@ class LeadAdapters:
         return None
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._have(adapter)
         self._ranks.call(PUT, slot, self._known[adapter].number)
 
     def drop(self, adapter: LoadedAdapter) -> None:
         with self._lock:
             number = self._known.pop(adapter).number
+            self._missing.pop(adapter, None)
         self._forget(number)
 
     def _forget(self, number: int) -> None:
@@ -198,22 +205,63 @@ class LeadAdapters:
                 self._undropped.append(number)
 
     def renew(self, placed: dict[LoadedAdapter, int]) -> None:
-        """Ranks that have an adapter answer at once. Waits for the files: the engine can do nothing else meanwhile."""
+        """Ranks that have an adapter answer at once. Waits for the files of those in slots; the others are read behind
+        the steps, or when they get a slot before that."""
         with self._lock:
             undropped, self._undropped = self._undropped, []
-            known_now = list(self._known.items())
+            self._missing = dict.fromkeys(self._known)
+            generation = self._ranks.generation
         for number in undropped:
             self._forget(number)
-        for adapter, known in known_now:
-            for answer in self._ranks.call(READ, known.number, adapter.name, known.source, known.folder):
-                try:
-                    version = answer.result()
-                except PenstockError as error:
-                    raise ReplicaLost(f"the adapter {adapter.name} could not be read again: {error}") from error
-                if version != adapter.version:
-                    raise ReplicaLost(f"{known.source} has changed since the adapter {adapter.name} was read")
         for adapter, slot in placed.items():
             self.put(slot, adapter)
+        if self._missing:
+            read = threading.Thread(target=self._read_missing, args=(generation,), name="adapters again", daemon=True)
+            read.start()
+
+    def _read_missing(self, generation: int) -> None:
+        while self._ranks.generation == generation:
+            with self._lock:
+                adapter = next((one for one, begun in self._missing.items() if begun is None), None)
+            if adapter is None:
+                return
+            try:
+                self._have(adapter)
+            except ReplicaLost as error:  # whoever wants to put it into a slot is told, too
+                log.warning("a rank was started again: %s", error)
+
+    def _have(self, adapter: LoadedAdapter) -> None:
+        """Return when all ranks have read an adapter, if one of them has lost it."""
+        with self._lock:
+            missing, known = self._missing, self._known.get(adapter)
+            if adapter not in missing or known is None:
+                return
+            begun, done = missing[adapter], Future[None]()
+            if begun is None:
+                missing[adapter] = done
+        if begun is not None:
+            begun.result()
+            return
+        try:
+            self._read_again(adapter, known)
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+        with self._lock:
+            missing.pop(adapter, None)
+            dropped = adapter not in self._known
+        done.set_result(None)
+        if dropped:  # meanwhile, perhaps before the ranks were asked
+            self._forget(known.number)
+
+    def _read_again(self, adapter: LoadedAdapter, known: _Known) -> None:
+        for answer in self._ranks.call(READ, known.number, adapter.name, known.source, known.folder):
+            try:
+                version = answer.result()
+            except PenstockError as error:
+                raise ReplicaLost(f"the adapter {adapter.name} could not be read again: {error}") from error
+            if version != adapter.version:
+                raise ReplicaLost(f"{known.source} has changed since the adapter {adapter.name} was read")
 
 
 class FollowingAdapters:

@@ -132,6 +132,7 @@ class Forward:
             num_decodes=self.num_decodes,
             max_query=self.max_query,
             max_context=self.max_context,
+            total_context=int(self.context_lens[self.num_decodes :].sum()),
             states=None if self.states is None else StateBatch(*map(narrow, self.states)),
         )
 

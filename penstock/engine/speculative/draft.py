@@ -9,6 +9,9 @@ Their states are not shared between sequences: behind a cached prefix the draft 
 
 It samples with the noise that the target will sample with (same seed, same position), so where both models agree on the
 distribution they agree on the token too, at any temperature.
+
+It does not know tokens that adapters have behind the vocabulary of the model: a sequence with such a token gets no
+drafts from there on, and no draft is one.
 """
 
 from __future__ import annotations
@@ -72,10 +75,16 @@ class DraftProposer:
         self._overall = Acceptance(0.7, decay=0.995, weight=8.0)
         self._costs = StepCosts()
         self._states: dict[Sequence, _State] = {}
+        self._vocabulary = runner.rows.vocab_size
+        self._known: dict[Sequence, int] = {}
+        """Of sequences whose adapter may have tokens of its own: leading tokens that the draft model knows; -1: one of
+        the others it does not."""
         self._contents: list[bytes | None] = [None] * runner.kv.num_blocks
         """By block: the name of the prefix whose last block it holds in the draft's cache, if it is complete."""
 
     def outlook(self, seq: Sequence) -> tuple[float, int]:
+        if not self._knows(seq):
+            return 0.0, 0
         state = self._states.get(seq)
         chance = (self._overall if state is None else state.acceptance).chance
         return chance, max(self.window - seq.length - 1, 0)
@@ -84,7 +93,7 @@ class DraftProposer:
         return self._costs.estimate(sequences) or 0.0
 
     def propose(self, depths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        room = {seq: self.scheduler.reserve(seq, depth) for seq, depth in depths.items()}
+        room = {seq: self.scheduler.reserve(seq, depth) for seq, depth in depths.items() if self._knows(seq)}
         wanted = self._read_up({seq: count for seq, count in room.items() if count > 0})
         if not wanted:
             return {}
@@ -115,6 +124,20 @@ class DraftProposer:
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
+        self._known.pop(seq, None)
+
+    def _knows(self, seq: Sequence) -> bool:
+        """Whether the draft model has all tokens of a sequence, as far as they are there."""
+        if seq.adapter is None or seq.adapter.rows is None:
+            return True
+        known = self._known.get(seq)
+        if known is None:
+            known = 0 if max(seq.params.logit_bias, default=0) < self._vocabulary else -1
+        if known >= 0:
+            new = seq.tokens[known:]
+            known = known + len(new) if max(new, default=0) < self._vocabulary else -1
+        self._known[seq] = known
+        return known >= 0
 
     def forget_caches(self) -> None:
         self._contents = [None] * len(self._contents)

@@ -142,7 +142,7 @@ def _room(config: EngineConfig, backend: Backend, activations: int) -> int:
 @torch.inference_mode()
 def _activation_bytes(backend: Backend, decoder: Decoder, dtype: torch.dtype, budget: int, block_size: int) -> int:
     """What the largest step needs besides weights and cache, measured by running one (a single long prompt) where the
-    device can measure it."""
+    device can measure it; with what it takes over a longer context."""
     tokens = min(budget, decoder.max_positions)
     kv = KVCache(decoder.cache_shape(block_size, dtype), -(-tokens // block_size) + 1, backend.device, num_states=2)
 
@@ -150,4 +150,4 @@ def _activation_bytes(backend: Backend, decoder: Decoder, dtype: torch.dtype, bu
         batch = AttentionBatch.of_one(tokens, block_size, backend.device)
         decoder.logits(decoder.forward(torch.zeros_like(batch.positions), batch, kv)[-256:])
 
-    return int(backend.memory.peak(longest_step) * budget / tokens)
+    return int(backend.memory.peak(longest_step) * budget / tokens) + backend.long_context_bytes(decoder, kv)

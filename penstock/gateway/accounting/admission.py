@@ -116,7 +116,7 @@ class Admissions:
         rank = max(self._tier(caller).priority if own is None else own, of_key or 0)
         if service_tier == "flex":
             rank = BATCH
-        elif service_tier == "priority" and not caller.key:
+        elif service_tier in ("priority", "fast") and not caller.key:
             rank = PREMIUM  # without keys there is no tier that could forbid it
         if asked is not None and asked < 0:
             if not caller.key:

@@ -13,8 +13,9 @@ from penstock.gateway.api.openai.conversations import (
     ConversationUpdate,
     ItemsRequest,
 )
+from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import CompactRequest, InputTokensRequest, ResponsesRequest
 from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.stored_chat import (
     CompletionsQuery,
@@ -113,6 +114,15 @@ GENERATION = (
         serves_tokens=True,
     ),
     Endpoint(
+        "POST",
+        "/v1/responses/compact",
+        CompactionEndpoints.compact_response,
+        "Summarise a conversation, to go on with it in less space.",
+        "Inference",
+        CompactRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
         "GET",
         "/v1/responses/{response}",
         StoredResponseEndpoints.get_response,
@@ -139,7 +149,7 @@ GENERATION = (
         "POST",
         "/v1/responses/{response}/cancel",
         StoredResponseEndpoints.cancel_response,
-        "Cancel a response in the background; there are none.",
+        "Cancel a response in the background.",
         "Inference",
     ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),

@@ -70,6 +70,7 @@ _BATCH = obj(
     created_at=INTEGER, expires_at=maybe(INTEGER), errors=maybe(ANY_OBJECT), output_file_id=maybe(STRING),
     error_file_id=maybe(STRING), metadata=ANY_OBJECT,
     request_counts=obj(total=INTEGER, completed=INTEGER, failed=INTEGER),
+    usage=maybe(obj(input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER)),
 )  # fmt: skip
 _MESSAGE_BATCH = obj(
     id=STRING, type=word("message_batch"), processing_status=word("in_progress", "canceling", "ended"),
@@ -124,6 +125,13 @@ _SCHEMAS: dict[str, Schema] = {
         content=many(ANY_OBJECT),
         stop_reason=maybe(STRING),
         usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
+    ),
+    "compact_response": obj(
+        id=STRING,
+        object=word("response.compaction"),
+        created_at=INTEGER,
+        output=many(ANY_OBJECT),
+        usage=ANY_OBJECT,
     ),
     "count_input_tokens": obj(object=word("response.input_tokens"), input_tokens=INTEGER),
     "list_input_items": listing(ANY_OBJECT, **_PAGE),

@@ -193,6 +193,8 @@ class App:
                 self._metrics.stalled_readers.inc()
 
     def _finish(self, exchange: Exchange, logged: bool, *, timed: bool = False) -> None:
+        if exchange.handed_over:
+            return
         seconds = exchange.elapsed_s
         status = exchange.status or CLIENT_CLOSED
         method = exchange.method if exchange.method in METHODS else "other"  # a label must not grow with its users

@@ -77,6 +77,7 @@ class Exchange:
         "demand",
         "dialect",
         "extra_headers",
+        "handed_over",
         "ignored",
         "ignored_more",
         "limit_scopes",
@@ -142,6 +143,8 @@ class Exchange:
         """By experiment, the arm of that conversation."""
         self.continues = ""
         """The id of an earlier response that the request goes on with."""
+        self.handed_over = False
+        """Another request in memory does what this one asks for, and is counted and logged in its place."""
         self.shadow = False
         """A copy of a client's request, whose answer nobody sees and nobody pays for."""
         self.limit_scopes: dict[str, str] = {}

@@ -19,11 +19,13 @@ from typing import Literal
 from penstock.gateway.accounting.batch_line import BatchLine
 from penstock.gateway.app.dialects import ANTHROPIC, OPENAI
 from penstock.gateway.app.exchange import IGNORED, Exchange, encode_json
+from penstock.gateway.app.memory_request import Reply
 from penstock.gateway.batches.files import FileStore
-from penstock.gateway.batches.line_request import LineRequest, Reply
+from penstock.gateway.batches.line_request import LineRequest
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
 from penstock.gateway.batches.message_lines import MESSAGES, message_answered, message_unanswered
 from penstock.gateway.batches.store import Answer, Batch, BatchStore
+from penstock.gateway.batches.usage import usage_of
 from penstock.identity import Caller
 from penstock.protocol.errors import ApiError, AuthenticationError
 from penstock.storage import DatabaseError, Statement
@@ -272,7 +274,7 @@ class BatchRunner:
                 written = message_answered if batch.endpoint == MESSAGES else answered
                 ignored = reply.headers.get(IGNORED.decode())
                 content = written(line.custom_id, reply.status, reply.request_id, reply.body, ignored)
-                answer = Answer(number, reply.status == 200, content)
+                answer = Answer(number, reply.status == 200, content, usage=usage_of(reply.body))
                 await self._batches.add([answer], batch.id)
                 self._answers.child(batch.endpoint, "completed" if answer.ok else "failed").inc()
                 return

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.gateway.batches.lines import Problem
+from penstock.gateway.batches.usage import FIELDS as USAGE
+from penstock.gateway.batches.usage import NONE, Usage
 from penstock.storage import Database, Row, Statement
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -38,11 +40,16 @@ _VERSIONS = (
     ),
     ("ALTER TABLE batches ADD COLUMN unanswered BIGINT NOT NULL DEFAULT 0",),
     ("ALTER TABLE batches ADD COLUMN require TEXT NOT NULL DEFAULT ''",),
+    tuple(
+        f"ALTER TABLE {table} ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
+        for table in ("batches", "batch_answers")
+        for name in USAGE
+    ),
 )
 _COLUMNS = (
     "id", "tenant", "user_id", "key_id", "endpoint", "input_file_id", "completion_window", "metadata", "status",
     "created_at", *_TIMES, "total", "completed", "failed", "errors", "output_file_id", "error_file_id",
-    "unanswered", "require",
+    "unanswered", "require", *USAGE,
 )  # fmt: skip
 _LISTED = ", ".join(_COLUMNS)
 _IN_ACTIVE = ", ".join(f"'{status}'" for status in ACTIVE)
@@ -79,6 +86,16 @@ class Batch(msgspec.Struct, frozen=True):
     """Of those that failed: how many had no answer when the batch was cancelled or expired."""
     require: str = ""
     """The labels that the request which made it demands, for each of its lines."""
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    @property
+    def usage(self) -> Usage | None:
+        """Of all answers; None where they were not counted, by an earlier version of this server."""
+        used = Usage(self.input_tokens, self.cached_tokens, self.output_tokens, self.reasoning_tokens)
+        return None if used == NONE and self.completed else used
 
     def shown(self) -> dict[str, Any]:
         """The batch as clients see it."""
@@ -97,6 +114,7 @@ class Batch(msgspec.Struct, frozen=True):
             "created_at": int(self.created_at),
             **{name: None if at is None else int(at) for name, at in times.items()},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": None if self.usage is None else self.usage.shown(),
             "metadata": msgspec.json.decode(self.metadata),
         }
 
@@ -109,6 +127,7 @@ class Answer(msgspec.Struct, frozen=True):
     content: str
     written_off: bool = False
     """Not answered: the batch was over before."""
+    usage: Usage = NONE
 
     @property
     def outcome(self) -> int:
@@ -276,10 +295,12 @@ class BatchStore:
     async def add(self, answers: Sequence[Answer], id: str) -> None:
         """The first answer of a line stays."""
         insert = (
-            "INSERT INTO batch_answers (batch_id, line, ok, content) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (batch_id, line) DO NOTHING"
+            f"INSERT INTO batch_answers (batch_id, line, ok, content, {', '.join(USAGE)}) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (batch_id, line) DO NOTHING"
         )
-        await self._database.transact([(insert, (id, one.line, one.outcome, one.content)) for one in answers])
+        await self._database.transact(
+            [(insert, (id, one.line, one.outcome, one.content, *msgspec.structs.astuple(one.usage))) for one in answers]
+        )
 
     async def answered(self, id: str) -> set[int]:
         """The lines that have an answer."""
@@ -314,11 +335,14 @@ class BatchStore:
     ) -> bool:
         """The end: files appear, the counts are fixed, the answers are forgotten, all at once."""
         count = "(SELECT COUNT(*) FROM batch_answers WHERE batch_id = ? AND ok {})"
+        used = ", ".join(
+            f"{name} = (SELECT COALESCE(SUM({name}), 0) FROM batch_answers WHERE batch_id = ?)" for name in USAGE
+        )
         ended = (
             f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ?, "
             f"completed = {count.format('= 1')}, failed = {count.format('<> 1')}, unanswered = {count.format('= -1')}, "
-            "runner = '' WHERE id = ? AND runner = ?",
-            (status, self.clock(), output, errors, id, id, id, id, runner),
+            f"{used}, runner = '' WHERE id = ? AND runner = ?",
+            (status, self.clock(), output, errors, *[id] * (3 + len(USAGE)), id, runner),
         )
         forgotten = ("DELETE FROM batch_answers WHERE batch_id = ?", (id,))
         return (await self._database.transact([ended, *with_files, forgotten], guarded=True))[0] > 0
@@ -327,12 +351,14 @@ class BatchStore:
         """Of one that runs, the counts so far."""
         if batch.status not in ACTIVE:
             return batch
+        sums = ", ".join(f"SUM({name})" for name in USAGE)
         rows: list[Row] = await self._database.fetch(
-            "SELECT ok, COUNT(*) FROM batch_answers WHERE batch_id = ? GROUP BY ok", batch.id
+            f"SELECT ok, COUNT(*), {sums} FROM batch_answers WHERE batch_id = ? GROUP BY ok", batch.id
         )
-        counts = dict[int, int](map(tuple, rows))
+        counts = {int(row[0]): int(row[1]) for row in rows}
         return msgspec.structs.replace(
             batch,
+            **{name: sum(int(row[at]) for row in rows) for at, name in enumerate(USAGE, start=2)},
             completed=counts.get(1, 0),
             failed=counts.get(0, 0) + counts.get(-1, 0),
             unanswered=counts.get(-1, 0),

@@ -161,6 +161,8 @@ class GenerationPipeline:
         lookup = await self.cache.look_up(exchange, generation) if numbers is None else None
         with exchange.watched(generation.fail):
             async with self.lifecycle.running(attempt, generation) as account:
+                if renderer.admitted is not None:
+                    await renderer.admitted()
                 if stream:
                     await send_stream(exchange, generation, renderer, account, self.settings, self.metrics, numbers)
                 else:

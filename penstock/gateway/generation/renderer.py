@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.gateway.app.exchange import EVENT_STREAM, encode_json
@@ -22,6 +23,9 @@ class Renderer(ABC):
     """Of a stream."""
     keep_alive = KEEP_ALIVE
     """Sent by a stream that has been silent for a while."""
+
+    admitted: Callable[[], Awaitable[None]] | None = None
+    """Called when the limits are reserved and the generation runs, or waits for its turn."""
 
     @property
     def head(self) -> dict[str, Any]:

@@ -29,6 +29,14 @@ Metadata = Annotated[
 ]
 
 
+ServiceTier = Literal["auto", "default", "flex", "priority", "fast", "scale"]
+
+
+def served_tier(asked: ServiceTier | None) -> str:
+    """The tier that an answer reports: `fast` is another name of `priority`, and the others mean the usual one."""
+    return "priority" if asked == "fast" else asked if asked in ("flex", "priority") else "default"
+
+
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 """How many tokens at the end of a prompt are kept; -1: as many as fit the window."""
 
@@ -140,7 +148,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     speculation: bool | None = None
     watermark: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None

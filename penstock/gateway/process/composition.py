@@ -37,7 +37,10 @@ from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
+from penstock.gateway.api.openai.responses.background import BackgroundResponses
+from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
@@ -132,6 +135,7 @@ class Gateway:
     judge: Judge | NoJudge
     responses: ResponseStore | NoResponseStore
     knowledge: KnowledgeLibrary
+    background_responses: BackgroundResponses | None
     batch_runner: BatchRunner | None
     data_rules: DataRules
     audit: AuditLog | None
@@ -372,6 +376,15 @@ async def compose(
         if settings.tool_servers or stores is not None:
             server_tools = ServerTools(pipeline, tools, settings.tools, request_log.add)
         responses = NoResponseStore() if stores is None else stores.responses
+        detached = None
+        if isinstance(responses, ResponseStore):
+            detached = BackgroundResponses(
+                responses.background,
+                most=settings.background_per_tenant,
+                lease_s=settings.gateway_timeout_s,
+                metrics=metrics.registry,
+            )
+            closing(detached.close)
         chats = None if stores is None else stores.chats
 
         # What requests reach.
@@ -385,8 +398,9 @@ async def compose(
             ChatEndpoints(pipeline, conversations, server_tools, chats),
             optional.of_stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
-            ResponseEndpoints(pipeline, conversations, responses),
-            StoredResponseEndpoints(responses, permissions),
+            ResponseEndpoints(pipeline, conversations, responses, detached),
+            CompactionEndpoints(pipeline, ResponseReferences(responses, permissions)),
+            StoredResponseEndpoints(responses, permissions, detached),
             MessageEndpoints(pipeline),
             embeddings,
             OllamaEndpoints(pipeline, catalogue, embeddings),
@@ -442,6 +456,7 @@ async def compose(
             judge=judge,
             responses=responses,
             knowledge=knowledge,
+            background_responses=detached,
             batch_runner=runner,
             data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
             audit=audit,

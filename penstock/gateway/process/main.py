@@ -256,6 +256,8 @@ async def serve(
                 log.info("listening", extra={"url": f"http://{host}:{port}"})
             if gateway.batch_runner is not None:
                 gateway.batch_runner.start(apps[0].answer_in_memory, apps[0].paths)
+            if gateway.background_responses is not None:
+                gateway.background_responses.start(apps[0].answer_in_memory)
             if listening is not None:
                 listening(gateway)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -32,7 +32,7 @@ from penstock.routing.policies import make_policy
 from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
-from penstock.sources.adapters import adapter_folder
+from penstock.sources.adapters import TextFetcher, adapter_folder
 from penstock.sources.resolve import recommended_sampling, resolve
 from penstock.text import TextModel, load_text
 from penstock.text.adapter_text import AdapterTexts
@@ -50,7 +50,7 @@ def served(
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
     folder = resolve(model.source, weights=False)
     text = load_text(folder)
-    texts = AdapterTexts(text, folder, adapter_folder)
+    texts = AdapterTexts(text, folder, adapter_folder, TextFetcher().due)
     for _, adapter in model.adapter_sources:
         texts.refresh(adapter)  # before it is asked for
     labelled = [split_endpoint(endpoint) for endpoint in endpoints]

@@ -185,6 +185,7 @@ class GatewaySettings:
     """Every charge is synced to disk before it counts as written."""
     keep_responses_s: float = 30 * 86400.0
     responses_per_tenant: int = 10_000
+    background_per_tenant: int = 64
     gateway_timeout_s: float = 20.0
     """A gateway without a sign of life for this long is considered dead."""
     ledger_wait_s: float = 5.0
@@ -307,6 +308,7 @@ class GatewaySettings:
             durable_charges=config.store.durability == "machine",
             keep_responses_s=config.store.keep_responses_s,
             responses_per_tenant=config.store.responses_per_tenant,
+            background_per_tenant=config.store.background_per_tenant,
             gateway_timeout_s=config.store.gateway_timeout_s,
             ledger_wait_s=config.store.wait_s,
             default_tier=config.auth.default_tier,

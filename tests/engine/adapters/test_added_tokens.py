@@ -11,11 +11,11 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
-from penstock.errors import ConfigError
 from tests.engine.adapters.test_end_rows import BOTH, failure, replaced, write_saved
 from tests.engine.adapters.test_equals_merging import TIE, ask
 from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 OWN, COUNT = 199, 211
@@ -84,6 +84,24 @@ def test_in_company_each_request_gets_what_it_gets_alone(
     assert_idle(engine)
 
 
+def test_a_draft_model_need_not_know_them(
+    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
+) -> None:
+    """Sequences with such a token get no drafts, nor do those that are biased towards one; others do."""
+    settings: dict[str, Any] = {"speculation": "draft", "draft_model": str(base), "num_blocks": 60, "block_size": 4}
+    engine = eager_engine(base, adapters=specs, token_budget=24, **settings)
+    assert generate(engine, *mixed()) == alone
+    params = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={COUNT - 1: 60.0})
+    assert generate(engine, Request("biased", [5, 7, 9], params, adapter="more"))["biased"] == [COUNT - 1] * 6
+    before = engine.load_snapshot().draft_tokens
+    known = [[token for token in request.prompt if token < OWN] for request in mixed(4)]
+    plain = [ask(f"p{i}", prompt, "more") for i, prompt in enumerate(known)]
+    expected = generate(make_engine(base, adapters=specs), *plain)
+    assert generate(engine, *plain) == expected
+    assert engine.load_snapshot().draft_tokens > before
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("grid", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_ranks_give_the_same(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]
@@ -149,5 +167,3 @@ def test_tokens_that_could_be_generated_but_not_read_are_refused(base: Path, tmp
 def test_room_is_what_the_configuration_says(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
     adapter = Path(specs[0].source)
     assert "unless adapter_tokens is at least that" in failure(base, adapter, adapter_tokens=COUNT - OWN - 1)
-    with pytest.raises(ConfigError, match="draft model does not know tokens of adapters"):
-        make_engine(base, adapters=specs, adapter_tokens=20, speculation="draft", draft_model=str(base))

@@ -153,6 +153,7 @@ def cross_sets() -> list[InstructionSet]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not EMULATOR or not CROSS, reason="needs qemu-x86_64 and x86_64-linux-gnu-g++")
 @pytest.mark.parametrize("known", cross_sets()[:2], ids=lambda known: known.name)
 def test_x86_code_is_right_under_an_emulator(tmp_path: Path, known: InstructionSet) -> None:
@@ -172,6 +173,7 @@ def test_x86_code_is_right_under_an_emulator(tmp_path: Path, known: InstructionS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not CROSS, reason="needs x86_64-linux-gnu-g++")
 @pytest.mark.parametrize("known", cross_sets()[2:], ids=lambda known: known.name)
 def test_newer_x86_code_compiles(tmp_path: Path, known: InstructionSet) -> None:

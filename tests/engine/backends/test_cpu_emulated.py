@@ -23,7 +23,7 @@ from tests.engine.backends import test_cpu_linear as linears
 from tests.engine.backends import test_cpu_mxfp4 as mxfp4
 from tests.engine.backends import test_cpu_ops as operations
 
-pytestmark = pytest.mark.slow  # the library is compiled, and every instruction is a loop
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # the library is compiled, every instruction is a loop
 
 _FEATURES = (
     "AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX512VNNI", "AVX512BF16", "AMX_TILE", "AMX_BF16", "AMX_INT8",

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.engine.backends import cpu
+from penstock.engine.backends.cuda import long_prompts
 from penstock.engine.backends.cuda.packed_inputs import PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PROMPTS, WANTED, PromptGraphs, Shape, arrange
 from penstock.engine.batch import Batch
@@ -128,6 +129,21 @@ def test_states_are_those_of_unpadded_steps(tmp_path: Path, family: str) -> None
 def _states(kv: KVCache) -> list[torch.Tensor]:
     caches = [part for layer in kv.layers for part in (layer if isinstance(layer, tuple) else (layer,))]
     return [getattr(part, name) for part in caches for name in ("conv", "state") if hasattr(part, name)]
+
+
+def test_long_prompts_whose_keys_are_gathered_have_no_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_prompts, "LONG_CHUNK", 40)
+    monkeypatch.setattr(long_prompts, "LONG_CONTEXT", 100)
+    path = write_checkpoint("llama-gqa", tmp_path)
+    prompts = [[(at + length) % 199 for at in range(length)] for length in (130, 260)]
+    for gathers, shapes in ((False, 5), (True, 3)):  # of 96 and 34 tokens, and of 96, 96 and 68
+        engine = _engine(path, token_budget=96)
+        padded = PaddedExecutor(engine)
+        padded.graphs._gathers = gathers
+        engine.runner.executor = padded
+        for index, prompt in enumerate(prompts):
+            generate(engine, greedy(f"r{index}", prompt, 1))
+        assert len(padded.shapes) == shapes
 
 
 def test_a_step_without_a_shape(tmp_path: Path) -> None:

@@ -299,6 +299,8 @@ import json, sys, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = sys.argv[1], 1024, 1, 0
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 request = {"prompt": json.loads(sys.argv[2]), "n_predict": 1, "temperature": 0.0, "n_probs": 20}
 print("RESULT" + json.dumps(xllamacpp.Server(params).handle_completions(request)))
 """
@@ -331,7 +333,7 @@ def test_logprobs_are_those_of_llama_cpp(family: str, tmp_path: Path, monkeypatc
         ours = next(delta for delta in drain_one(engine) if delta.tokens).logprobs[0]
         found = dict(zip(ours.top_ids, ours.top_logprobs, strict=True))
         common = found.keys() & theirs.keys()
-        assert len(common) > 14 and max(abs(found[i] - theirs[i]) for i in common) < 0.05, case
+        assert len(common) > 14 and max(abs(found[i] - theirs[i]) for i in common) < 0.02, case
         ran += 1
     assert ran > (1 if family == "llama4" else 3)  # of which llama.cpp loads few of these files
 
@@ -344,22 +346,24 @@ def drain_one(engine: Any) -> Any:
 
 
 def llama_cpp(python: str, path: Path) -> dict[int, float] | None:
-    """Its log-probabilities of the next token; None where it loads no such file, or the token is half a character."""
+    """Its log-probabilities of the next token; None where it loads no such file."""
     command = [python, "-c", LLAMA_CPP, str(path), json.dumps(PROMPT)]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     line = next((line for line in output.splitlines() if line.startswith("RESULT")), None)
-    if line is None or (logprobs := json.loads(line.removeprefix("RESULT"))["choices"][0]["logprobs"]) is None:
+    if line is None:
         return None
+    logprobs = json.loads(line.removeprefix("RESULT"))["choices"][0]["logprobs"]
     return {entry["id"]: entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]}
 
 
 def vocabulary(size: int) -> dict[str, Any]:
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    """Without tokens that are part of a character: llama.cpp says nothing of those."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(128))]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [*tokens, *(f"t{i}" for i in range(size - len(tokens)))],
         "tokenizer.ggml.scores": [-float(i) for i in range(size)],
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (size - len(tokens))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 128, *[1] * (size - len(tokens))],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,

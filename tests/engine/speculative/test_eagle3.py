@@ -14,6 +14,7 @@ from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ConfigError
 from tests.engine.adapters.files import write_adapter
+from tests.engine.adapters.test_end_rows import write_saved
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
@@ -107,6 +108,17 @@ def test_other_settings_of_the_target(target: Path, head: Path, settings: dict[s
     engine = drafting(target, head, **settings)
     assert generate(engine, request) == generate(make_engine(target, **settings), request)
     assert engine.load_snapshot().draft_tokens > 10
+
+
+@pytest.mark.slow
+def test_adapters_with_tokens_that_the_head_does_not_know(target: Path, head: Path, tmp_path: Path) -> None:
+    adapter = AdapterSpec("a", str(write_saved(tmp_path / "a", target, count=211, size=0.9)))
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    requests = [Request(f"{i}", [i, 7, 200 + i, 3][: 2 + i % 3], params, adapter="a" * (i % 4 > 0)) for i in range(8)]
+    requests = [request for request in requests if request.adapter or max(request.prompt) < 199]
+    engine = drafting(target, head, adapters=(adapter,))
+    assert generate(engine, *requests) == generate(make_engine(target, adapters=(adapter,)), *requests)
+    assert_idle(engine)
 
 
 def test_adapters_of_the_target(target: Path, head: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -184,6 +185,40 @@ async def test_files_are_read_off_the_event_loop_and_once(base: Path, adapter: P
     await asyncio.gather(*(texts.prepare(str(adapter)) for _ in range(8)))
     assert texts.of(str(adapter)) is not text
     assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
+async def test_requests_wait_for_files_that_are_fetched_the_first_time_only(base: Path, adapter: Path) -> None:
+    text, arrived, begun, go_on = load_text(base), [False], threading.Event(), threading.Event()
+    due = ["first"]
+
+    def fetch(source: str) -> Callable[[], None] | None:
+        if source != "elsewhere" or not due:
+            return None
+        due.pop(0)
+
+        def work() -> None:
+            begun.set()
+            assert go_on.wait(60)
+            arrived[0] = True
+
+        return work
+
+    texts = AdapterTexts(text, base, lambda source: adapter if arrived[0] or source == "here" else None, fetch)
+    texts.refresh("elsewhere")
+    waiting = [asyncio.ensure_future(texts.prepare("elsewhere")) for _ in range(3)]
+    await asyncio.to_thread(begun.wait, 60)
+    due.clear()
+    await texts.prepare("here")
+    assert texts.of("here") is not text and not any(each.done() for each in waiting)
+    go_on.set()
+    await asyncio.gather(*waiting)
+    assert texts.of("elsewhere") is not text
+    due.append("again")
+    begun.clear()
+    go_on.clear()
+    await texts.prepare("elsewhere")
+    assert not due and texts.of("elsewhere") is not text
+    go_on.set()
 
 
 async def test_no_request_reads_files_on_the_event_loop(base: Path, adapter: Path) -> None:

@@ -228,6 +228,8 @@ async def test_every_engine_parameter_arrives(serving: Serving, text: TextModel)
         )
         assert reply.status_code == 200, reply.text
         assert reply.json()["service_tier"] == "priority"
+        for asked, served in (("fast", "priority"), ("scale", "default"), ("auto", "default"), ("flex", "flex")):
+            assert (await gateway.chat(service_tier=asked)).json()["service_tier"] == served
         request = gateway.engine.seen[0]
         params = request.params
         assert request.priority < 0 and not request.speculation

@@ -317,7 +317,6 @@ async def test_without_a_store_there_is_nothing_to_continue(serving: Serving, tm
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].call_id"),
         ({"input": "a" * 600}, "input"),
         ({"n": 2}, "n"),
-        ({"background": True}, "background"),
         ({"truncation": "never"}, "truncation"),
         ({"include": [5]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),

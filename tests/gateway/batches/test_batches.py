@@ -100,6 +100,13 @@ async def test_a_batch_is_answered_line_by_line_for_half_the_price(serving: Serv
         assert {seen.priority for seen in running.engine.seen} == {2}
         (used,) = (await running.client.get("/v1/usage")).json()["data"]
         assert (used["requests"], used["completion_tokens"]) == (2, ANSWER + 6)
+        assert batch.usage.to_dict() == {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": used["cached_tokens"]},
+            "output_tokens": ANSWER + 6,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used["prompt_tokens"] + ANSWER + 6,
+        }
         full = (used["prompt_tokens"] - used["cached_tokens"]) + used["cached_tokens"] * 0.5 + (ANSWER + 6) * 2
         assert float(used["cost"]) == pytest.approx(full / 2 / 1e6)
         listed = [one async for one in client.batches.list(limit=1)]
@@ -127,6 +134,7 @@ async def test_other_endpoints_too(serving: Serving, tmp_path: Path, endpoint: s
         batch = await over(client, made.id)
         answer = lines((await client.files.content(batch.output_file_id)).text)["x"]["response"]["body"]
         assert "Hello, world!" in json.dumps(answer)
+        assert batch.usage.output_tokens == ANSWER and batch.usage.input_tokens > 0
 
 
 async def test_an_input_with_mistakes_fails_before_anything_runs(serving: Serving, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.engine.backends.cuda.kernels.common import overlap_launches
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.cuda.long_prompts import gathered_bytes
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -31,6 +32,7 @@ from penstock.engine.backends.cuda.peer_group import CudaPeerGroup
 from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Ops, StepLimits
 from penstock.engine.config import EngineConfig, WeightForm
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.mxfp4 import has_mxfp4
 from penstock.engine.models.decoder import Decoder
@@ -141,6 +143,9 @@ class CudaBackend(TorchCudaBackend):
     ) -> Collection[object]:
         torch.cuda.set_device(self.device)  # a thread begins with the first one
         return compile_kernels(decoder, kv_dtype, limits, adapters, done, wanted)
+
+    def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
+        return gathered_bytes(decoder, kv)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

@@ -104,6 +104,7 @@ class DecodeGraphs:
         self._pool: Any = None
         self._short = Short(decoder, kv)
         self._block_size = kv.block_size
+        self._starts = torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=kv.device)
 
     def fits(self, batch: Batch) -> bool:
         """Whether every chunk decodes and a graph is large enough."""
@@ -258,7 +259,7 @@ class DecodeGraphs:
         batch = AttentionBatch(
             positions=view("positions", torch.int64),
             slots=view("slots", torch.int64),
-            query_starts=torch.arange(bucket + 1, dtype=torch.int32, device=rows.device),
+            query_starts=self._starts[: bucket + 1],
             context_lens=view("contexts", torch.int32),
             rows=view("rows", torch.int32),
             block_tables=self.rows.block_tables,

@@ -177,11 +177,16 @@ class TritonOps:
         if batch.context_lens.shape[0] > batch.num_decodes:
             hopper = self.hopper_prefill if sinks is None else None
             if hopper is not None and hopper.applies(layout, batch, q, k_cache):
-                hopper.prefill_attention(q, layout, batch, k_cache, v_cache, out)
+                hopper.prefill_attention(q, layout, batch, k_cache, v_cache, out, kv_scales)
                 return out
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, sinks, pdl=self.pdl)
         return out
+
+    def gathered_bytes(self, layout: HeadLayout, dtype: torch.dtype) -> int:
+        """See `long_prompts`."""
+        hopper = self.hopper_prefill
+        return 0 if hopper is None or self.batch_invariant else hopper.gathered_bytes(layout, dtype)
 
     def _attend_invariant(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.capture import record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
+from penstock.engine.backends.cuda.long_prompts import gathered_bytes, is_long
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.rehearsal import Short
 from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, by_name, state_batch, steps_have_states
@@ -190,6 +191,7 @@ class PromptGraphs:
         self._short = Short(decoder, kv)
         self.stateful = steps_have_states(decoder, kv)
         self._applies = all(isinstance(layer.mixer, _MIXERS) for layer in decoder.layers)
+        self._gathers = gathered_bytes(decoder, kv) > 0
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""
@@ -200,6 +202,8 @@ class PromptGraphs:
         if len(chunks) > PROMPTS and not chunks[-PROMPTS - 1].decodes:
             return None
         if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
+            return None
+        if self._gathers and any(map(is_long, chunks[-PROMPTS:])):
             return None
         decodes = batch.num_decodes
         fitting = [shape for shape in self._shapes if shape.tokens >= tokens and shape.decodes >= decodes]

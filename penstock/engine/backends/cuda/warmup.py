@@ -198,5 +198,6 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
         num_decodes=decodes,
         max_query=max(prompts, default=1),
         max_context=limits.max_context,
+        total_context=sum(prompts),
         states=StateBatch(*(nowhere.to(torch.int32) for _ in range(4))),
     )

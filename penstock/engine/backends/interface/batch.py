@@ -114,6 +114,9 @@ class AttentionBatch:
     """Upper bound of new tokens in one sequence (host value, so that kernels can be launched without a sync)."""
     max_context: int
     """Upper bound of `context_lens` (host value)."""
+    total_context: int | None = None
+    """Upper bound of the sum of `context_lens` behind the first `num_decodes`; None where the host has none that is
+    worth anything, as when a step is captured."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
     states: StateBatch | None = None
@@ -135,5 +138,6 @@ class AttentionBatch:
             num_decodes=0,
             max_query=tokens,
             max_context=tokens,
+            total_context=tokens,
             states=StateBatch.of_one(tokens, device),
         )

@@ -33,7 +33,7 @@ from penstock.gateway.generation.renderer import DONE
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
-from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
+from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest, served_tier
 from penstock.gateway.generation.spellings import respell
 from penstock.gateway.generation.turn import Conversations, TurnRecorder, UnstoredAnswer
 from penstock.gateway.server_tools.loop import ToolAnswers
@@ -185,7 +185,7 @@ class ChatRenderer(StepsRenderer):
             "system_fingerprint": model.fingerprint,
         }
         if request.service_tier is not None:
-            self._head["service_tier"] = "default" if request.service_tier == "auto" else request.service_tier
+            self._head["service_tier"] = served_tier(request.service_tier)
         if request.stream:  # everything around the text of a chunk is the same every time; encode it once
             self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
             self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"

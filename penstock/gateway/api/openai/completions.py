@@ -23,7 +23,7 @@ from penstock.gateway.generation.renderer import DONE, Renderer
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import check_choices, token_limit
-from penstock.gateway.generation.schemas import CompletionRequest
+from penstock.gateway.generation.schemas import CompletionRequest, served_tier
 from penstock.gateway.generation.spec import TokenPrompt
 from penstock.gateway.generation.spellings import respell
 from penstock.protocol.errors import InvalidRequest
@@ -115,7 +115,7 @@ class CompletionRenderer(Renderer):
             "system_fingerprint": model.fingerprint,
         }
         if request.service_tier is not None:
-            self._head["service_tier"] = "default" if request.service_tier == "auto" else request.service_tier
+            self._head["service_tier"] = served_tier(request.service_tier)
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 

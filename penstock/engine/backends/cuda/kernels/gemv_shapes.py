@@ -54,7 +54,7 @@ def _choose_rows(n: int, k: int, weight_size: int, gated: bool, adapted: bool) -
         warps, rows = (4, 2) if n * k < 8 << 20 else (2, 2) if k > 8192 else (2, 4)
     elif k > 8192:
         warps, rows = 4, 4
-    elif n * k < 8 << 20:
+    elif n * k < 8 << 20 or (n <= 2048 and k <= 4096 and not adapted):
         warps, rows = 4, 2
     elif n * k < 20 << 20:
         warps, rows = (4, 4) if adapted else (8, 2)

@@ -9,6 +9,9 @@ its own part of a row, so that nothing is exchanged or packed between a product 
 
 Tiles run from the diagonal down to key 0: only the first ones need a mask. Slots past the end of a sequence may hold
 anything, NaN included: scores there are masked, and the rows of the value tile are cleared before they are multiplied.
+
+A quantized cache is gathered first (`gathered_prefix`), some heads at a time: then tiles are contiguous, each two
+copies instead of sixteen.
 """
 
 from __future__ import annotations
@@ -27,6 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.engine.backends.cuda.kernels.common import launch
+from penstock.engine.backends.cuda.kernels.gathered_prefix import (
+    MOST_BYTES,
+    GatheredPrefix,
+    gather,
+    heads_at_once,
+    make_room,
+)
+from penstock.engine.backends.cuda.kernels.gathered_prefix import TILE as GATHERED_ROWS
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout
 
 DIM = 128
@@ -80,6 +91,7 @@ def _producer(
     KV_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
+    """Tiles of a paged cache."""
     TILE_BYTES: gl.constexpr = 128 * 128 * 2
     for i in range(tiles):
         at = (tiles - 1 - i) * 8
@@ -100,6 +112,36 @@ def _producer(
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), TILE_BYTES)
         _copy_tile(v_desc, block_ids, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
+
+
+@gluon.jit
+def _contiguous_producer(
+    k_desc: tma.tensor_descriptor,
+    v_desc: tma.tensor_descriptor,
+    k_boxes: gl.shared_memory_descriptor,
+    v_boxes: gl.shared_memory_descriptor,
+    k_ready: gl.shared_memory_descriptor,
+    k_free: gl.shared_memory_descriptor,
+    v_ready: gl.shared_memory_descriptor,
+    v_free: gl.shared_memory_descriptor,
+    first_row: gl.tensor,
+    tiles: gl.tensor,
+    STAGES: gl.constexpr,
+) -> None:
+    """Tiles of gathered keys and values, each in two boxes of 64 columns."""
+    TILE_BYTES: gl.constexpr = 128 * 128 * 2
+    for i in range(tiles):
+        row = first_row + (tiles - 1 - i) * 128
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        mbarrier.expect(k_ready.index(stage), TILE_BYTES)
+        tma.async_copy_global_to_shared(k_desc, [row, 0], k_ready.index(stage), k_boxes.index(stage * 2))
+        tma.async_copy_global_to_shared(k_desc, [row, 64], k_ready.index(stage), k_boxes.index(stage * 2 + 1))
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        mbarrier.expect(v_ready.index(stage), TILE_BYTES)
+        tma.async_copy_global_to_shared(v_desc, [row, 0], v_ready.index(stage), v_boxes.index(stage * 2))
+        tma.async_copy_global_to_shared(v_desc, [row, 64], v_ready.index(stage), v_boxes.index(stage * 2 + 1))
 
 
 @gluon.jit
@@ -216,10 +258,12 @@ def _consumer(
     masked: gl.tensor,
     kv_head: gl.tensor,
     scale: gl.tensor,
+    v_scale_ptr: gl.tensor,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
 ) -> None:
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     O_LAYOUT: gl.constexpr = S_LAYOUT
@@ -260,7 +304,11 @@ def _consumer(
     p = gl.convert_layout(e.to(v_tiles.dtype), P_LAYOUT)
     o_last = warpgroup_mma(p, v_tiles.index(last), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=[o_last])
-    o = o * gl.convert_layout(1.0 / gl.sum(total, 1), gl.SliceLayout(1, O_LAYOUT))[:, None]
+    if SCALED:
+        share = gl.load(v_scale_ptr + kv_head) / gl.sum(total, 1)
+    else:
+        share = 1.0 / gl.sum(total, 1)
+    o = o * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, O_LAYOUT))
     rows = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
     tokens = offset + rows // GROUP
@@ -270,7 +318,17 @@ def _consumer(
     gl.store(target, o.to(out_ptr.dtype.element_ty), mask=written[:, None])
 
 
-@gluon.jit(do_not_specialize=["first_seq", "num_seqs", "num_tiles", "longest_first"])
+@gluon.jit(
+    do_not_specialize=[
+        "first_seq",
+        "num_seqs",
+        "num_tiles",
+        "longest_first",
+        "first_head",
+        "num_heads",
+        "gathered_rows",
+    ]
+)
 def _hopper_prefill_kernel(
     k_desc: tma.tensor_descriptor,
     v_desc: tma.tensor_descriptor,
@@ -280,6 +338,8 @@ def _hopper_prefill_kernel(
     starts_ptr: gl.tensor,
     context_ptr: gl.tensor,
     table_ptr: gl.tensor,
+    k_scale_ptr: gl.tensor,
+    v_scale_ptr: gl.tensor,
     q_stride: gl.tensor,
     table_stride: gl.tensor,
     scale: gl.tensor,
@@ -287,13 +347,20 @@ def _hopper_prefill_kernel(
     num_seqs: gl.tensor,
     num_tiles: gl.tensor,
     longest_first: gl.tensor,
+    first_head: gl.tensor,
+    num_heads: gl.tensor,
+    gathered_rows: gl.tensor,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
+    GATHERED: gl.constexpr,
+    SCALED: gl.constexpr,
     PDL: gl.constexpr,
 ) -> None:
-    """`PDL` is always false: it waits for its predecessors in the ordinary way."""
+    """`GATHERED`: over `num_heads` heads from `first_head` on, whose keys lie `gathered_rows` from each other, and
+    `table_ptr` is where sequences begin. `SCALED`: keys and values of a head have one scale. `PDL` is always false: it
+    waits for its predecessors in the ordinary way."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -302,8 +369,13 @@ def _hopper_prefill_kernel(
     # Longest first: the longest tiles of all heads before shorter ones. Otherwise head after head, which shares more
     # keys in the L2 cache.
     program = gl.program_id(0)
-    kv_head = gl.where(longest_first != 0, program % KV_HEADS, program // num_tiles)
-    tile = gl.where(longest_first != 0, program // KV_HEADS, program % num_tiles)
+    if GATHERED:
+        here = gl.where(longest_first != 0, program % num_heads, program // num_tiles)
+        tile = gl.where(longest_first != 0, program // num_heads, program % num_tiles)
+        kv_head = first_head + here
+    else:
+        kv_head = gl.where(longest_first != 0, program % KV_HEADS, program // num_tiles)
+        tile = gl.where(longest_first != 0, program // KV_HEADS, program % num_tiles)
 
     # Which sequence: the last one whose first tile number is at or below ours.
     origin = gl.load(starts_ptr + first_seq)
@@ -323,8 +395,8 @@ def _hopper_prefill_kernel(
         # The last tile of a sequence sees the most keys: start with it, so that the launch ends on short ones.
         offset = (count - 1 - local) * BLOCK_Q
         context = gl.load(context_ptr + seq)
-        row = gl.maximum(gl.load(rows_ptr + seq), 0).to(gl.int64)
-        table = table_ptr + row * table_stride
+        if SCALED:
+            scale = scale * gl.load(k_scale_ptr + kv_head)
         past = context - length
         lowest = past + offset
         end = gl.minimum(lowest + BLOCK_Q, context)
@@ -333,8 +405,9 @@ def _hopper_prefill_kernel(
         masked = gl.maximum(tiles - clear, 1)
 
         q_tiles = gl.allocate_shared_memory(dtype, [2, 64, 128], TILE)
-        k_boxes = gl.allocate_shared_memory(dtype, [STAGES * 16, 16, 64], TILE)
-        v_boxes = gl.allocate_shared_memory(dtype, [STAGES * 16, 16, 64], TILE)
+        BOX_ROWS: gl.constexpr = 128 if GATHERED else 16
+        k_boxes = gl.allocate_shared_memory(dtype, [STAGES * 256 // BOX_ROWS, BOX_ROWS, 64], TILE)
+        v_boxes = gl.allocate_shared_memory(dtype, [STAGES * 256 // BOX_ROWS, BOX_ROWS, 64], TILE)
         k_tiles = k_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
         v_tiles = v_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -355,83 +428,165 @@ def _hopper_prefill_kernel(
             present = (m // GROUP < BLOCK_Q) & (token < length)
             q_tiles.index(half).store(gl.load(q_ptr + at, mask=present[:, None], other=0.0))
         fence_async_shared()
-        last_block = (context - 1) // 16
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (0, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
-                     context, past, tiles, masked, kv_head, scale, KV_HEADS, GROUP, BLOCK_Q, STAGES),
-                ),
-                (
-                    _consumer,
-                    (1, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
-                     context, past, tiles, masked, kv_head, scale, KV_HEADS, GROUP, BLOCK_Q, STAGES),
-                ),
-                (
-                    _producer,
-                    (k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free, table, last_block, tiles,
-                     kv_head, KV_HEADS, STAGES),
-                ),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+        if GATHERED:
+            first_row = here * gathered_rows + gl.load(table_ptr + index)
+            gl.warp_specialize(
+                [
+                    (
+                        _consumer,
+                        (0, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
+                         context, past, tiles, masked, kv_head, scale, v_scale_ptr, KV_HEADS, GROUP, BLOCK_Q, STAGES,
+                         SCALED),
+                    ),
+                    (
+                        _consumer,
+                        (1, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
+                         context, past, tiles, masked, kv_head, scale, v_scale_ptr, KV_HEADS, GROUP, BLOCK_Q, STAGES,
+                         SCALED),
+                    ),
+                    (
+                        _contiguous_producer,
+                        (k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free, first_row, tiles, STAGES),
+                    ),
+                ],
+                [4, 1],
+                [240, 24],
+            )  # fmt: skip
+        else:
+            row = gl.maximum(gl.load(rows_ptr + seq), 0).to(gl.int64)
+            table = table_ptr + row * table_stride
+            last_block = (context - 1) // 16
+            gl.warp_specialize(
+                [
+                    (
+                        _consumer,
+                        (0, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
+                         context, past, tiles, masked, kv_head, scale, v_scale_ptr, KV_HEADS, GROUP, BLOCK_Q, STAGES,
+                         SCALED),
+                    ),
+                    (
+                        _consumer,
+                        (1, q_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr, begin, offset, length,
+                         context, past, tiles, masked, kv_head, scale, v_scale_ptr, KV_HEADS, GROUP, BLOCK_Q, STAGES,
+                         SCALED),
+                    ),
+                    (
+                        _producer,
+                        (k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free, table, last_block, tiles,
+                         kv_head, KV_HEADS, STAGES),
+                    ),
+                ],
+                [4, 1],
+                [240, 24],
+            )  # fmt: skip
+
+
+def fits(layout: HeadLayout) -> bool:
+    """Whether this kernel computes attention of such heads, with contexts inside their window."""
+    return layout.head_dim == DIM and layout.heads <= BLOCK_M * layout.kv_heads and not layout.softcap
+
+
+def gathered_bytes(layout: HeadLayout, dtype: torch.dtype) -> int:
+    """What is gathered of a cache of `dtype` at a time, at most."""
+    return MOST_BYTES if fits(layout) and dtype in (torch.float8_e4m3fn, torch.int8) else 0
 
 
 def applies(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tensor) -> bool:
     """Whether this kernel computes such attention, and does so faster than `prefill`."""
     return (
         batch.max_query >= FROM_TOKENS
-        and layout.head_dim == DIM
-        and layout.heads <= BLOCK_M * layout.kv_heads
+        and fits(layout)
         and (layout.window is None or batch.max_context <= layout.window)
-        and not layout.softcap
         and q.dtype in (torch.bfloat16, torch.float16)
-        and k_cache.dtype == q.dtype
-        and k_cache.shape[2] == BLOCK_SIZE
+        and (_is_direct(q, k_cache) if k_cache.dtype == q.dtype else heads_at_once(layout, batch, q.element_size()) > 0)
     )
 
 
+def _is_direct(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether tiles are copied from the cache as it is."""
+    return k_cache.dtype == q.dtype and k_cache.shape[2] == BLOCK_SIZE
+
+
 def prefill_attention(
-    q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor, out: Tensor
+    q: Tensor,
+    layout: HeadLayout,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Attention of every sequence after the first `num_decodes` into `out` [T, heads * head_dim]."""
+    if _is_direct(q, k_cache):
+        _launch(q, layout, batch, _boxes_of(k_cache, BLOCK_SIZE), _boxes_of(v_cache, BLOCK_SIZE), out)
+        return
+    heads = heads_at_once(layout, batch, q.element_size())
+    room = make_room(layout, batch, q.dtype, heads)
+    per_head = None if k_cache.dtype == torch.int8 else scales
+    for first in range(0, layout.kv_heads, heads):
+        some = min(heads, layout.kv_heads - first)
+        gather(room, first, some, batch, k_cache, v_cache, scales)
+        boxes = _boxes_of(room.k, GATHERED_ROWS), _boxes_of(room.v, GATHERED_ROWS)
+        _launch(q, layout, batch, *boxes, out, room, first, some, per_head)
+
+
+def _launch(
+    q: Tensor,
+    layout: HeadLayout,
+    batch: AttentionBatch,
+    k: TensorDescriptor,
+    v: TensorDescriptor,
+    out: Tensor,
+    room: GatheredPrefix | None = None,
+    first_head: int = 0,
+    heads: int = 0,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
     group = layout.heads // layout.kv_heads
     block_q = BLOCK_M // group
     sequences = batch.context_lens.shape[0] - batch.num_decodes
     tokens = q.shape[0] - batch.num_decodes
     tiles = tokens // block_q + sequences
+    k_scale, v_scale = (q, q) if scales is None else scales
+    total = batch.total_context
+    few_before = batch.max_context < 2 * batch.max_query if total is None else total < 2 * tokens
     launch(
         _hopper_prefill_kernel,
-        (tiles * layout.kv_heads,),
-        _boxes_of(k_cache),
-        _boxes_of(v_cache),
+        (tiles * (layout.kv_heads if room is None else heads),),
+        k,
+        v,
         q,
         out,
         batch.rows,
         batch.query_starts,
         batch.context_lens,
-        batch.block_tables,
+        batch.block_tables if room is None else room.bases,
+        k_scale,
+        v_scale,
         q.stride(0),
         batch.block_tables.stride(0),
         layout.scale,
         batch.num_decodes,
         sequences,
         tiles,
-        int(batch.max_context < 2 * batch.max_query),
+        int(few_before),
+        first_head,
+        heads,
+        0 if room is None else room.k.shape[1],
         KV_HEADS=layout.kv_heads,
         GROUP=group,
         BLOCK_Q=block_q,
         STAGES=STAGES,
+        GATHERED=room is not None,
+        SCALED=scales is not None,
         num_warps=4,
         pdl=False,
         in_order=True,
     )
 
 
-def _boxes_of(cache: Tensor) -> TensorDescriptor:
-    """A cache as TMA reads it: rows of keys, 16 at a time, in two boxes of 64 columns."""
-    rows = cache.shape[0] * cache.shape[1] * cache.shape[2]
+def _boxes_of(keys: Tensor, rows_at_once: int) -> TensorDescriptor:
+    """Keys or values as TMA reads them: so many rows at a time, in two boxes of 64 columns."""
+    rows = keys.numel() // DIM
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(cache, [rows, DIM], [DIM, 1], [BLOCK_SIZE, BOX], layout)
+    return TensorDescriptor(keys, [rows, DIM], [DIM, 1], [rows_at_once, BOX], layout)

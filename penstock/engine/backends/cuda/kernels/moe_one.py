@@ -26,9 +26,9 @@ from penstock.engine.backends.cuda.kernels.common import (
 from penstock.engine.backends.cuda.kernels.moe_route import Choice
 from penstock.engine.backends.interface import Activation
 
-MOST_RANKED = 64
+MOST_RANKED = 32
 """Experts of which every program of `gate_up` finds the one it works on: with more that takes longer than a choice made
-once, and the wait for it."""
+once, and the wait for it (of 64 experts, 4 us more a layer on an H200)."""
 _REGISTERS = {1: 128, 2: 64}
 """Of a thread in programs of so many warps: what leaves room for 16 in a multiprocessor, so that the programs of 2,048
 outputs are all there from the beginning."""
@@ -340,7 +340,7 @@ def gate_up(
     Matrices are [experts, 2 * width, K] and [2 * shared width, K], gate rows and then up rows."""
     experts, wide, depth = matrices.routed.shape
     width, shared = wide // 2, 0 if matrices.shared is None else matrices.shared.shape[0] // 2
-    shape = config or _gate_up_shape(depth)
+    shape = config or _gate_up_shape(depth, shared)
     choice = None if visits.logits is None else visits.choice
     out = torch.empty(visits.count * width + shared, dtype=x.dtype, device=x.device)
     launch(
@@ -424,16 +424,21 @@ def down(
     return out
 
 
-def _gate_up_shape(depth: int) -> OneConfig:
-    """All loads of a program are under way at once: at most 16 for a thread, in rows of gate and as many of up."""
+def _gate_up_shape(depth: int, shared: int) -> OneConfig:
+    """All loads of a program are under way at once: at most 16 for a thread, in rows of gate and as many of up; 8 for
+    short rows where all programs wait for the choice."""
     warps = max(1, min(4, next_power_of_2(depth) // 256))
     steps = ceil_div(depth, warps * 256)
-    return OneConfig(block_n=max(1, min(4, 8 // steps)), block_k=warps * 256, num_warps=warps)
+    pairs = 8 if shared or depth > 2048 else 4
+    return OneConfig(block_n=max(1, min(4, pairs // steps)), block_k=warps * 256, num_warps=warps)
 
 
 def _down_shape(width: int) -> OneConfig:
-    """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
+    """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those; for
+    the shortest rows a single warp."""
     fits = [step for step in (2048, 1024, 512, 256) if ceil_div(width, step) <= 8] or [2048]
+    if width <= 512:
+        fits = [256]
     block_k = min(fits, key=lambda step: (ceil_div(width, step) * step, -step))
     return OneConfig(block_n=1, block_k=block_k, num_warps=block_k // 256, loads=9 if block_k == 256 else 6)
 

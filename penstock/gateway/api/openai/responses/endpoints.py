@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.api.openai.responses import item_ids
+from penstock.gateway.accounting.batch_line import batch_line
+from penstock.gateway.api.openai.responses.background import BackgroundRenderer, BackgroundResponses
+from penstock.gateway.api.openai.responses.background_run import background_run
 from penstock.gateway.api.openai.responses.input_items import (
-    REFERENCE,
     chat_request,
     conversation_of,
-    kind_of,
-    reference_of,
     rename_ignored,
 )
-from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
+from penstock.gateway.api.openai.responses.references import ResponseReferences
+from penstock.gateway.api.openai.responses.renderer import ResponseRenderer
 from penstock.gateway.api.openai.responses.schemas import (
     LOGPROBS,
     SEALED,
@@ -26,8 +24,7 @@ from penstock.gateway.api.openai.responses.schemas import (
     InputTokensRequest,
     ResponsesRequest,
 )
-from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
-from penstock.gateway.api.openai.responses.stored import store_reached
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.dialects import renamed
@@ -39,7 +36,7 @@ from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.question import Question, chat_question
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
-from penstock.gateway.generation.resumption import asked_for
+from penstock.gateway.generation.resumption import HEADER, asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.gateway.generation.tokenization import (
@@ -51,7 +48,6 @@ from penstock.gateway.generation.tokenization import (
 )
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
 from penstock.gateway.generation.turn import Conversations, Turn
-from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 
 _decoder = RequestDecoder(ResponsesRequest)
@@ -66,17 +62,29 @@ _NAMES = (
 
 class ResponseEndpoints:
     def __init__(
-        self, pipeline: GenerationPipeline, conversations: Conversations, store: ResponseStore | NoResponseStore
+        self,
+        pipeline: GenerationPipeline,
+        conversations: Conversations,
+        store: ResponseStore | NoResponseStore,
+        background: BackgroundResponses | None,
     ) -> None:
+        """`background`: generates responses without a client; None where none are stored."""
         self._pipeline = pipeline
         self._conversations = conversations
-        self._store = store
+        self._references = ResponseReferences(store, pipeline.permissions)
+        self._can_store = store.enabled
+        self._background = background
 
     async def create_response(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = _decoder(exchange, await exchange.body(settings.body_limit))
+        body = await exchange.body(settings.body_limit)
+        request = _decoder(exchange, body)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
-        _check(request, can_store=self._store.enabled)
+        _check(request, can_store=self._can_store)
+        run = background_run(exchange)
+        if request.background and run is None:
+            await self._checked_background(exchange, request).create(exchange, body, stream=bool(request.stream))
+            return
         for name in request.include or ():
             if name not in (LOGPROBS, SEALED):  # other items that could be included are never made here
                 ignore_advice(exchange, f"include.{name}")
@@ -92,15 +100,16 @@ class ResponseEndpoints:
             if turn.stored:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
             else:
-                earlier = await self._earlier(exchange, request.previous_response_id)
-            items = await self._resolved(exchange, request.input)
+                earlier = await self._references.earlier(exchange, request.previous_response_id)
+            items = await self._references.resolved(exchange, request.input)
             conversation = conversation_of(exchange, items, earlier, tools)
             said = conversation[len(earlier) :] if turn.stored else conversation
             if request.truncation == "auto" and not turn.stored:
                 turn, said = await self._truncatable(exchange, said)
-            store = None
-            if request.store is not False and self._store.enabled:
-                store = await self._storing(exchange, request.previous_response_id, items, conversation)
+            record = store = None
+            if request.store is not False and self._can_store:
+                record = await self._references.record(exchange, request.previous_response_id, items, conversation)
+                store = functools.partial(self._references.put, record) if run is None else None
 
             async def answer(attempt: Attempt) -> None:
                 attempt.resumption = resumption
@@ -108,8 +117,15 @@ class ResponseEndpoints:
                     chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said, tools)
                     generation = await pipeline.chat(attempt, chat, limit, turn)
                     rename_ignored(exchange)
-                renderer = ResponseRenderer(request, tools, generation, turn.recorder(attempt, generation), store)
-                await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                recorder = turn.recorder(attempt, generation)
+                if run is None:
+                    renderer = ResponseRenderer(request, tools, generation, recorder, store)
+                    await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                    return
+                assert self._background is not None and record is not None
+                inner = ResponseRenderer(request, tools, generation, recorder, None, background=run.id)
+                detached = BackgroundRenderer(self._background, run, exchange, inner, record)
+                await pipeline.respond(attempt, generation, detached, stream=True)
 
             def question() -> Question:
                 return chat_question(chat_request(request, conversation, tools), limit)
@@ -122,13 +138,13 @@ class ResponseEndpoints:
         asked = _counted(exchange, await exchange.body(pipeline.settings.body_limit))
         identify(exchange, None, None)
         tools = OfferedTools(exchange, asked.tools)
-        earlier = await self._earlier(exchange, asked.previous_response_id)
+        earlier = await self._references.earlier(exchange, asked.previous_response_id)
         if asked.conversation is not None:
             async with self._conversations.open(exchange, asked.conversation, keep_system=False) as turn:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
         conversation = list(earlier)
         if asked.input is not None:
-            items = await self._resolved(exchange, asked.input)
+            items = await self._references.resolved(exchange, asked.input)
             conversation = conversation_of(exchange, items, earlier, tools)
         with renamed(_NAMES):
             chat = chat_request(asked.request(), conversation, tools)
@@ -151,50 +167,6 @@ class ResponseEndpoints:
                 check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
-    def _sees(self, caller: Caller) -> Sees:
-        return functools.partial(self._pipeline.permissions.sees, caller)
-
-    async def _earlier(self, exchange: Exchange, previous: str | None) -> list[ChatMessage]:
-        """The conversation of an earlier response."""
-        if previous is None:
-            return []
-        caller = exchange.caller
-        found = await store_reached(
-            self._store.conversation(previous, caller.tenant, caller.only_user, self._sees(caller))
-        )
-        if found is None:
-            raise InvalidRequest(
-                f"There is no stored response `{previous}`.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return found
-
-    async def _resolved(self, exchange: Exchange, given: str | Sequence[msgspec.Raw]) -> str | Sequence[msgspec.Raw]:
-        """The input, with items of stored responses in the place of references to them."""
-        if isinstance(given, str):
-            return given
-        caller, items = exchange.caller, list(given)
-        known: dict[str, dict[str, Any]] = {}
-        for index, raw in enumerate(given):
-            at = f"input[{index}]"
-            if kind_of(raw, at) != REFERENCE:
-                continue
-            id = reference_of(exchange, raw, at)
-            if id not in known and (response := item_ids.response_of(id)) is not None:
-                found = await store_reached(
-                    self._store.all_items(response, caller.tenant, caller.only_user, self._sees(caller))
-                )
-                known |= {item["id"]: item for item in found}
-            if id not in known:
-                raise InvalidRequest(
-                    f"There is no stored item `{id[:128]}`; send the item itself.",
-                    param=f"{at}.id",
-                    code="item_not_found",
-                )
-            items[index] = msgspec.Raw(msgspec.json.encode(known[id]))
-        return items
-
     async def _truncatable(self, exchange: Exchange, said: list[ChatMessage]) -> tuple[Turn, list[ChatMessage]]:
         """A turn that may leave out the oldest messages, and those that it must not."""
         head = next((i for i, message in enumerate(said) if message.role not in ("system", "developer")), len(said))
@@ -204,35 +176,32 @@ class ResponseEndpoints:
             history = await self._pipeline.content_filter.messages(exchange, history)
         return TruncatedTurn(history), [*said[:head], *said[max(head, last) :]]
 
-    async def _storing(
-        self,
-        exchange: Exchange,
-        previous: str | None,
-        items: str | Sequence[msgspec.Raw],
-        conversation: list[ChatMessage],
-    ) -> StoreResponse:
-        """Stores a response with everything that it answers."""
-        caller, user = exchange.caller, exchange.record.user_id or ""
-        before: list[dict[str, Any]] = []
-        if previous is not None:
-            before = await store_reached(
-                self._store.all_items(previous, caller.tenant, caller.only_user, self._sees(caller))
+    def _checked_background(self, exchange: Exchange, request: ResponsesRequest) -> BackgroundResponses:
+        """What generates a response in the background; a 400 where that is not possible."""
+        if request.store is False:
+            raise InvalidRequest(
+                "A response with `background: true` is stored, to be asked for later; `store` cannot be false.",
+                param="background",
             )
-
-        async def store(id: str, response: bytes, said: list[ChatMessage]) -> None:
-            given = [*before, *item_ids.input_items(id, items)]
-            whole = [*conversation, *said]
-            await store_reached(self._store.put(id, caller.tenant, response, whole, items=given, user=user))
-
-        return store
+        if batch_line(exchange) is not None:
+            raise InvalidRequest(
+                "The requests of a batch run in the background anyway; leave `background` out.", param="background"
+            )
+        if exchange.header(HEADER) is not None:
+            raise InvalidRequest(
+                "With `background: true` events are read again with "
+                "`GET /v1/responses/{id}?stream=true&starting_after=N`; send no `Last-Event-ID`.",
+                param="Last-Event-ID",
+            )
+        if self._background is None or not self._background.enabled:
+            raise not_supported("background", "this gateway stores no responses, or generates none in the background")
+        return self._background
 
 
 def _check(request: ResponsesRequest, *, can_store: bool) -> None:
     for name in UNSUPPORTED:
         if given(getattr(request, name)):
             raise not_supported(name)
-    if request.background:
-        raise not_supported("background")
     if (request.n or 1) > 1:
         raise InvalidRequest("A response has one answer; `n` must be 1.", param="n")
     if request.response_format is not None and request.text is not None and request.text.format is not None:

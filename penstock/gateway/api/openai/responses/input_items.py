@@ -15,6 +15,7 @@ from penstock.gateway.api.openai.responses.schemas import (
     AdditionalToolsItem,
     CallItem,
     CallOutputItem,
+    CompactionItem,
     CustomCallItem,
     InputText,
     LocalShellOutputItem,
@@ -29,7 +30,7 @@ from penstock.gateway.api.openai.responses.schemas import (
     ResponsesRequest,
     ShellOutputItem,
 )
-from penstock.gateway.api.openai.responses.sealed_thought import opened
+from penstock.gateway.api.openai.responses.sealed_thought import SUMMARY, opened
 from penstock.gateway.api.openai.responses.tools import OfferedTools, qualified
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange, encode_json
@@ -49,11 +50,13 @@ from penstock.tools import free_text
 FOREIGN = frozenset(
     ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call")
     + ("computer_call", "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request")
-    + ("mcp_approval_response", "compaction", "tool_search_call", "tool_search_output", "program", "program_output")
+    + ("mcp_approval_response", "tool_search_call", "tool_search_output", "program", "program_output")
     + ("configuration_update",)
 )
 """Items that only the server that made them can read, or that say what a tool of such a server did."""
 REFERENCE = "item_reference"
+NOTES = "Notes on the earlier part of this conversation:"
+"""What introduces the summary of a compacted conversation to the model."""
 
 
 class _Kind(msgspec.Struct):
@@ -71,6 +74,7 @@ _custom_call = RequestDecoder(CustomCallItem)
 _action_call = RequestDecoder(ActionCallItem)
 _patch_call = RequestDecoder(PatchCallItem)
 _reasoning = RequestDecoder(ReasoningItem)
+_compaction = RequestDecoder(CompactionItem)
 _output = RequestDecoder(CallOutputItem)
 _local_shell_output = RequestDecoder(LocalShellOutputItem)
 _shell_output = RequestDecoder(ShellOutputItem)
@@ -163,6 +167,7 @@ class _ItemReader:
         self.kinds: dict[str, Callable[[msgspec.Raw, str], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
+            "compaction": self._compaction,
             "function_call": self._function_call,
             "function_call_output": self._output,
             "custom_tool_call": self._custom_call,
@@ -189,6 +194,13 @@ class _ItemReader:
             self._thought = "\n\n".join(filter(None, (self._thought, thought)))
         elif item.encrypted_content:
             ignore_advice(self._exchange, "input.reasoning")
+
+    def _compaction(self, raw: msgspec.Raw, at: str) -> None:
+        item = _compaction(self._exchange, raw, at)
+        if summary := opened(item.encrypted_content, SUMMARY):
+            self.messages.append(ChatMessage(role="system", content=f"{NOTES}\n{summary}"))
+        else:
+            ignore_advice(self._exchange, "input.compaction")
 
     def _take_thought(self) -> str | None:
         thought, self._thought = self._thought, ""

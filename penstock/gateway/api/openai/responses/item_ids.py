@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 _OURS = re.compile(r"[a-z]+_([0-9a-f]{32})i?[0-9a-f]{4}")
-_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "local_shell_call": "lsh"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "local_shell_call": "lsh",
+    "compaction": "cmp",
+}
 
 
 def output_id(prefix: str, generation: str, index: int) -> str:

@@ -25,9 +25,7 @@ from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.sampling import first_given
-from penstock.gateway.generation.schemas import (
-    ChatMessage,
-)
+from penstock.gateway.generation.schemas import ChatMessage, served_tier
 from penstock.gateway.generation.tool_schemas import (
     FunctionCall,
     ToolCall,
@@ -35,6 +33,8 @@ from penstock.gateway.generation.tool_schemas import (
 from penstock.gateway.generation.turn import TurnRecorder
 from penstock.protocol.errors import ApiError
 
+QUEUED_EVENTS = 2
+"""`response.created` and `response.queued`, with which the stream of a response in the background begins."""
 _CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
 """Finish reasons of an incomplete response, in the words of this API."""
 StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
@@ -51,7 +51,11 @@ class ResponseRenderer(Renderer):
         generation: Generation,
         recorder: TurnRecorder,
         store: StoreResponse | None,
+        *,
+        background: str | None = None,
     ) -> None:
+        """`background`: the id of a response in the background, empty before it has one; the first events, up to
+        `response.queued`, are not the renderer's then."""
         self._tools = tools
         self._call: CallWriter | None = None
         """Of the open item, if it is a call."""
@@ -60,7 +64,9 @@ class ResponseRenderer(Renderer):
         self._generation = generation
         self._recorder = recorder
         self._store = store
-        self._sequence = -1
+        self._background = background is not None
+        self._sequence = -1 if background is None else QUEUED_EVENTS - 1
+        self._id = (background or "").removeprefix("resp_") or generation.id
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
@@ -74,7 +80,11 @@ class ResponseRenderer(Renderer):
         self._hidden = request.reasoning is not None and bool(request.reasoning.exclude)
         self._last: Piece | None = None
         self._body = b""
-        self._head = _head(request, generation, stored=store is not None)
+        self._head = {
+            **_head(request, generation, stored=store is not None or self._background),
+            "id": f"resp_{self._id}",
+            "background": self._background,
+        }
         if recorder.report:
             self._head["conversation"] = recorder.report
         if generation.sources is not None:
@@ -82,9 +92,8 @@ class ResponseRenderer(Renderer):
 
     def opening(self) -> bytes:
         response = self._object("in_progress")
-        return self._encode(
-            [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
-        )
+        begun: list[Event] = [("response.in_progress", {"response": response})]
+        return self._encode(begun if self._background else [("response.created", {"response": response}), *begun])
 
     def event(self, piece: Piece) -> bytes:
         return self._encode(self._steps(piece))
@@ -105,6 +114,7 @@ class ResponseRenderer(Renderer):
         problem = error.body()["error"]
         response = self._object("failed")
         response["error"] = {"code": problem["code"] or "server_error", "message": problem["message"]}
+        self._body = encode_json(response)
         return self._encode(
             [
                 ("error", {name: problem[name] for name in ("code", "message", "param")}),
@@ -112,10 +122,15 @@ class ResponseRenderer(Renderer):
             ]
         )
 
+    @property
+    def body(self) -> bytes:
+        """The response as it ended."""
+        return self._body
+
     async def before_end(self) -> None:
         await self._recorder.store()
         if self._store is not None:
-            await self._store(self._head["id"], self._body, self._messages())
+            await self._store(self._head["id"], self._body, self.messages())
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
         self._recorder.add(piece)
@@ -179,7 +194,7 @@ class ResponseRenderer(Renderer):
             yield "response.output_text.annotation.added", {**place, "annotation": annotation}
 
     def _item_id(self, kind: str) -> str:
-        return output_id(kind, self._generation.id, len(self._output))
+        return output_id(kind, self._id, len(self._output))
 
     def _add(self, item: dict[str, Any]) -> Event:
         self._open = item
@@ -236,20 +251,13 @@ class ResponseRenderer(Renderer):
                 response["incomplete_details"]["stop_reason"] = TIME_LIMIT
         else:
             response["completed_at"] = int(time.time())
-        usage = self._generation.usage()
-        response["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": self._generation.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-        }
+        response["usage"] = usage_of(self._generation)
         return response
 
     def _object(self, status: str) -> dict[str, Any]:
         return {**self._head, "status": status, "output": self._output}
 
-    def _messages(self) -> list[ChatMessage]:
+    def messages(self) -> list[ChatMessage]:
         """The output as the next turn's conversation has it."""
         said: list[ChatMessage] = []
         thought: str | None = None
@@ -267,6 +275,18 @@ class ResponseRenderer(Renderer):
         return said or [ChatMessage(role="assistant", content="")]  # it was cut off inside the thought
 
 
+def usage_of(generation: Generation) -> dict[str, Any]:
+    """What was used, in the words of this API."""
+    usage = generation.usage()
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
 def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs}
 
@@ -274,14 +294,11 @@ def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str,
 def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) -> dict[str, Any]:
     """The fields that do not change while the response is generated."""
     wanted = None if request.text is None else request.text.format
-    tier = request.service_tier or "auto"
     return {
-        "id": f"resp_{generation.id}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
         "status": "in_progress",
-        "background": False,
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,
@@ -297,7 +314,7 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
             "summary": None,
         },
         "safety_identifier": request.safety_identifier,
-        "service_tier": "default" if tier == "auto" else tier,
+        "service_tier": served_tier(request.service_tier),
         "store": stored,
         "temperature": first_given(request.temperature, generation.model.sampling.temperature, 1.0),
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},

@@ -22,6 +22,7 @@ from penstock.gateway.generation.schemas import (
     RegexFormat,
     ResponseFormat,
     Sampling,
+    ServiceTier,
     SessionId,
     TextFormat,
     ThoughtTokens,
@@ -107,6 +108,14 @@ class PatchCallItem(Item, kw_only=True):
 
     call_id: Name
     operation: dict[str, Any]
+
+
+class CompactionItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The earlier part of a conversation, as `/v1/responses/compact` summarised it."""
+
+    type: str
+    encrypted_content: str
+    id: str | None = None
 
 
 class ReasoningItem(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -258,6 +267,27 @@ class ResponsesRequest(Sampling, kw_only=True):
     image: Unsupported = UNSET
     moderation: Unsupported = UNSET
     prompt: Unsupported = UNSET
+
+
+class CompactRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses/compact"""
+
+    model: Name
+    input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)] | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    service_tier: ServiceTier | None = None
+
+    def request(self) -> ResponsesRequest:
+        return ResponsesRequest(
+            model=self.model,
+            input="",
+            instructions=self.instructions,
+            prompt_cache_key=self.prompt_cache_key,
+            service_tier=self.service_tier,
+            temperature=0.0,
+        )
 
 
 class InputTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""Thoughts as `encrypted_content`: clients that keep nothing on the server send it back with the next request.
+"""Texts as `encrypted_content`: clients that keep nothing on the server send it back with the next request.
 
-The thought is in the response beside it anyway, so it is packed, not encrypted: the field exists because clients drop
-the text of reasoning items and keep this.
+They are packed, not encrypted: a thought is in the response beside it anyway, and the field exists because clients drop
+the text of reasoning items and keep this; the summary of a compacted conversation is about what the client itself sent.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import base64
 import binascii
 import zlib
 
-_PREFIX = "penstock-1."
+THOUGHT = "penstock-1."
+SUMMARY = "penstock-summary-1."
+"""How the content begins, by what it is."""
 _MOST = 1 << 20
-"""Characters of a thought that is unpacked."""
+"""Characters of a text that is unpacked."""
 
 
-def sealed(thought: str) -> str:
-    return _PREFIX + base64.urlsafe_b64encode(zlib.compress(thought.encode())).decode()
+def sealed(text: str, kind: str = THOUGHT) -> str:
+    return kind + base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
 
 
-def opened(content: str | None) -> str:
-    """The thought; empty where another server has made it, or it is damaged."""
-    if content is None or not content.startswith(_PREFIX):
+def opened(content: str | None, kind: str = THOUGHT) -> str:
+    """The text; empty where another server has made it, or it is damaged."""
+    if content is None or not content.startswith(kind):
         return ""
     try:
-        data = base64.b64decode(content.removeprefix(_PREFIX), altchars=b"-_", validate=True)
+        data = base64.b64decode(content.removeprefix(kind), altchars=b"-_", validate=True)
         return zlib.decompressobj().decompress(data, _MOST).decode("utf-8", "ignore")
     except (binascii.Error, zlib.error, ValueError):
         return ""

@@ -1,5 +1,5 @@
 """Stored responses in the database: the object for GET requests, the items of its input, the conversation for the next
-turn.
+turn. Responses that are still generated, in the background, are there too; see `background_store`.
 
 A response belongs to a tenant, and to a user if there is one, and is never found by another. It is deleted after
 `keep_s`, and a tenant has at most `most`: the oldest are deleted first. Each row holds its whole conversation, so
@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore
+from penstock.gateway.api.openai.responses.item_ids import input_items
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.storage import Database
 
@@ -28,6 +30,14 @@ _VERSIONS = (
     ),
     ("ALTER TABLE responses ADD COLUMN user_id TEXT NOT NULL DEFAULT ''",),
     ("ALTER TABLE responses ADD COLUMN input_items TEXT NOT NULL DEFAULT '[]'",),
+    (
+        "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE responses ADD COLUMN leased_until DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner)",
+        "CREATE TABLE IF NOT EXISTS response_events (response TEXT NOT NULL, first BIGINT NOT NULL, "
+        "events TEXT NOT NULL, expires_at DOUBLE PRECISION NOT NULL, PRIMARY KEY (response, first))",
+        "CREATE INDEX IF NOT EXISTS response_events_by_end ON response_events (expires_at)",
+    ),
 )
 Sees = Callable[[str], bool]
 
@@ -44,6 +54,23 @@ _model = msgspec.json.Decoder(_Answered)
 _messages = msgspec.json.Decoder(list[ChatMessage])
 _items = msgspec.json.Decoder(list[Item])
 _output = msgspec.json.Decoder(dict[str, Any])
+
+
+class ResponseRecord(msgspec.Struct, frozen=True):
+    """What is stored with a response beside its answer."""
+
+    tenant: str
+    user: str
+    before: list[Item]
+    """Items of the responses that it follows."""
+    given: str | Sequence[msgspec.Raw]
+    """Its own input."""
+    conversation: list[ChatMessage]
+    """Everything said before the answer."""
+
+    def items(self, id: str) -> list[Item]:
+        """All input items of the response with this id."""
+        return [*self.before, *input_items(id, self.given)]
 
 
 class NoResponseStore:
@@ -93,6 +120,7 @@ class ResponseStore:
         self._keep_s = keep_s
         self._most = most
         self._clock = clock
+        self.background = BackgroundStore(database, keep_s=keep_s, clock=clock)
 
     async def prepare(self) -> None:
         await self._database.migrate("responses", _VERSIONS)
@@ -119,6 +147,7 @@ class ResponseStore:
                     (id, tenant, now, now + self._keep_s, response.decode(), text, user.replace("\0", ""), given),
                 ),
                 ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
+                ("DELETE FROM response_events WHERE expires_at <= ?", (now,)),
                 (
                     "DELETE FROM responses WHERE tenant = ? AND created_at <= (SELECT created_at FROM responses "
                     "WHERE tenant = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?)",
@@ -136,9 +165,9 @@ class ResponseStore:
     async def conversation(
         self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
     ) -> list[ChatMessage] | None:
-        """Everything said up to and with this response."""
+        """Everything said up to and with this response; None also where it has no end to go on from."""
         found = await self._columns("conversation", id, tenant, user, sees)
-        return None if found is None else _messages.decode(found[0])
+        return None if found is None or not found[0] else _messages.decode(found[0])
 
     async def input_items(
         self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
@@ -156,14 +185,20 @@ class ResponseStore:
         if await self._columns("id", id, tenant, user, sees) is None:
             return False
         where, values = self._which(id, tenant, user)
-        return await self._database.execute(f"DELETE FROM responses WHERE {where}", *values) > 0
+        deleted = [(f"DELETE FROM responses WHERE {where}", values)]
+        deleted.append(("DELETE FROM response_events WHERE response = ?", [id]))
+        return (await self._database.transact(deleted, guarded=True))[0] > 0
 
     async def _columns(self, names: str, id: str, tenant: str, user: str | None, sees: Sees) -> list[str] | None:
         where, values = self._which(id, tenant, user)
-        rows = await self._database.fetch(f"SELECT {names}, response FROM responses WHERE {where}", *values)
+        query = f"SELECT {names}, owner, leased_until, response FROM responses WHERE {where}"
+        rows = await self._database.fetch(query, *values)
+        if rows and rows[0][-3] and rows[0][-2] <= self._clock():
+            await self.background.abandon(id, str(rows[0][-3]), str(rows[0][-1]))
+            rows = await self._database.fetch(query, *values)
         if not rows or not sees(_model.decode(str(rows[0][-1])).model):
             return None
-        return [str(value) for value in rows[0][:-1]]
+        return [str(value) for value in rows[0][:-3]]
 
     def _which(self, id: str, tenant: str, user: str | None) -> tuple[str, list[str | float]]:
         where, values = "id = ? AND tenant = ? AND expires_at > ?", list[str | float]((id, tenant, self._clock()))

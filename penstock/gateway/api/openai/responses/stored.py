@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from penstock.gateway.api.openai.responses.background import BackgroundResponses
 from penstock.gateway.api.openai.responses.replay import replayed
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
 from penstock.gateway.app.decoding import decode_query
@@ -19,6 +20,7 @@ from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailabl
 from penstock.storage import DatabaseError
 
 T = TypeVar("T")
+RUNNING = ("queued", "in_progress")
 
 
 class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_list": "include[]"}):
@@ -44,9 +46,15 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_li
 
 
 class StoredResponseEndpoints:
-    def __init__(self, store: ResponseStore | NoResponseStore, permissions: Permissions) -> None:
+    def __init__(
+        self,
+        store: ResponseStore | NoResponseStore,
+        permissions: Permissions,
+        background: BackgroundResponses | None,
+    ) -> None:
         self._store = store
         self._permissions = permissions
+        self._background = background
 
     async def get_response(self, exchange: Exchange) -> None:
         asked = decode_query(ResponseQuery, exchange.scope)
@@ -58,13 +66,25 @@ class StoredResponseEndpoints:
             await exchange.reply(200, found)
             return
         after = -1 if asked.starting_after is None else asked.starting_after
+        response = msgspec.json.decode(found)
+        if self._background is not None and response["background"]:
+            if await store_reached(self._background.recorded(id)):
+                await self._background.send_events(exchange, id, after)
+                return
+            if response["status"] in RUNNING:
+                raise InvalidRequest(
+                    f"The response `{id}` was not created with `stream: true`: ask for it without `stream`.",
+                    param="stream",
+                )
         await exchange.start_stream()
-        await exchange.end_stream(replayed(msgspec.json.decode(found), after))
+        await exchange.end_stream(replayed(response, after))
 
     async def delete_response(self, exchange: Exchange) -> None:
         id = exchange.path.split("/")[3]
         if not await store_reached(self._store.delete(id, *self._reader(exchange))):
             raise _unknown(id)
+        if self._background is not None:
+            self._background.stop(id)
         await exchange.reply_json({"id": id, "object": "response", "deleted": True})
 
     async def list_input_items(self, exchange: Exchange) -> None:
@@ -76,13 +96,17 @@ class StoredResponseEndpoints:
         await exchange.reply_json(page_of(items, asked))
 
     async def cancel_response(self, exchange: Exchange) -> None:
-        """A response ends with its connection, so what is stored has ended."""
+        """Cancelling a response in the background that has ended shows it as it is."""
         id = exchange.path.split("/")[3]
-        await self._found(exchange, id)
-        raise InvalidRequest(
-            f"The response `{id}` has ended. Only responses with `background: true` can be cancelled, and this server "
-            "runs none; closing the connection ends a response at once."
-        )
+        response = msgspec.json.decode(await self._found(exchange, id))
+        if self._background is None or not response["background"]:
+            raise InvalidRequest(
+                f"The response `{id}` has ended. Only responses with `background: true` can be cancelled; closing the "
+                "connection ends others at once."
+            )
+        if response["status"] in RUNNING:
+            await store_reached(self._background.cancel(id, response))
+        await exchange.reply(200, await self._found(exchange, id))
 
     async def _found(self, exchange: Exchange, id: str) -> bytes:
         found = await store_reached(self._store.response(id, *self._reader(exchange)))

@@ -1,0 +1,396 @@
+"""Responses in the background: a request with `background: true` is answered at once, and its response is generated
+without a client.
+
+The work is a request in memory that is answered like any other: the same checks, limits, admission, charges, guardrails
+and log. Its state is in the store, so that every gateway process can show it, send its events and cancel it; the
+process that generates it holds the lease (`background_store`). Invariants: what was accepted ends in a state that says
+how it ended, also when its gateway is stopped or killed; and every task belongs to `BackgroundResponses`, which ends
+them at its close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+
+from penstock.gateway.api.openai.responses.background_run import BackgroundRun, WorkRequest
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
+from penstock.gateway.api.openai.responses.output_calls import Event
+from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS, ResponseRenderer
+from penstock.gateway.api.openai.responses.replay import encode_event
+from penstock.gateway.api.openai.responses.store import ResponseRecord
+from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.app.memory_request import Reply
+from penstock.gateway.generation.choice import Piece
+from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.generation.schemas import ChatMessage
+from penstock.protocol.errors import ApiError, Draining, Overloaded, RateLimitExceeded, ServiceUnavailable
+from penstock.storage import DatabaseError
+from penstock.telemetry.exposition import MetricRegistry
+
+log = logging.getLogger("penstock.gateway")
+
+MOST = 1024
+"""Responses in the background that one gateway process generates, or has waiting, at a time."""
+QUEUE_S = 600.0
+"""How long a response may wait for a place, where limits or load refuse it one at first."""
+LONGEST_PAUSE_S = 30.0
+BEAT_S = 1.0
+"""How often leases are renewed, new events stored, and cancellations through other gateways noticed."""
+POLL_S = 0.25
+"""How often events that another gateway stores are looked for."""
+_OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
+SHUTDOWN = ("server_shutdown", "The server was shut down before this response was finished. Send the request again.")
+
+Answerer = Callable[[Exchange], Awaitable[None]]
+
+
+class BackgroundRenderer(Renderer):
+    """Writes the events of a response into its run. `exchange`: of the request in memory."""
+
+    def __init__(
+        self,
+        responses: BackgroundResponses,
+        run: BackgroundRun,
+        exchange: Exchange,
+        inner: ResponseRenderer,
+        record: ResponseRecord,
+    ) -> None:
+        self._responses = responses
+        self._run = run
+        self._exchange = exchange
+        self._inner = inner
+        self._record = record
+        self._head = inner.head
+        self._last = b""
+        self.admitted = self._accept
+
+    async def _accept(self) -> None:
+        run, exchange = self._run, self._exchange
+        if not run.accepted.done():
+            await self._responses.accept(run, self._head, self._record)
+            run.ignored = list(exchange.ignored)
+            run.accepted.set_result(list(exchange.extra_headers))
+
+    def opening(self) -> bytes:
+        run, opened = self._run, self._inner.opening()
+        run.begun = True
+        run.response = {**self._head, "status": "in_progress"}
+        run.record(split_events(opened))
+        self._responses.wake()
+        return opened
+
+    def event(self, piece: Piece) -> bytes:
+        written = self._inner.event(piece)
+        self._run.record(split_events(written))
+        return written
+
+    def closing(self) -> bytes:
+        self._last = self._inner.closing()
+        return self._last
+
+    def whole(self, pieces: list[list[Piece]]) -> bytes:
+        raise NotImplementedError("a response in the background is always streamed")
+
+    def failure(self, error: ApiError) -> bytes:
+        self._last = self._inner.failure(error)
+        self._run.failure = self._inner.body
+        self._run.record(split_events(self._last))
+        return self._last
+
+    async def before_end(self) -> None:
+        """Stores the end; the last event is sent when that is done."""
+        await self._inner.before_end()
+        conversation = [*self._record.conversation, *self._inner.messages()]
+        await self._responses.finish(self._run, self._inner.body, conversation, split_events(self._last))
+
+
+class BackgroundResponses:
+    """Those of one gateway process. `most`: of one tenant at a time; 0: there are none."""
+
+    def __init__(self, store: BackgroundStore, *, most: int, lease_s: float, metrics: MetricRegistry) -> None:
+        self._store = store
+        self._most = most
+        self._lease_s = lease_s
+        self._name = uuid.uuid4().hex
+        self._answer: Answerer | None = None
+        self._tasks: dict[BackgroundRun, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()
+        """Chunks of events are written one after the other."""
+        self._keeper: asyncio.Task[None] | None = None
+        metrics.sampled(
+            "gauge",
+            "penstock_background_responses",
+            "Responses in the background that wait or are generated.",
+            (),
+            self._running_now,
+            merge="sum",
+        )
+
+    def _running_now(self) -> list[tuple[tuple[str, ...], float]]:
+        return [((), len(self._tasks))]
+
+    @property
+    def enabled(self) -> bool:
+        return self._most > 0
+
+    def start(self, answer: Answerer) -> None:
+        """`answer` answers the requests that generate responses."""
+        self._answer = answer
+        self._keeper = asyncio.create_task(self._keep(), name="keeper of background responses")
+
+    async def close(self) -> None:
+        """End what still runs, and say so in the store."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Store now what is new."""
+        self._wake.set()
+
+    async def create(self, exchange: Exchange, body: bytes, *, stream: bool) -> None:
+        """Answer a request with `background: true`."""
+        self._check_room(exchange.caller.tenant)
+        run = BackgroundRun(exchange, body, stream=stream)
+        task = asyncio.create_task(self._drive(run), name="background response")
+        self._tasks[run] = task
+        task.add_done_callback(lambda _: self._tasks.pop(run, None))
+        self.wake()  # the keeper sleeps while there is nothing to keep
+        exchange.handed_over = True
+        await asyncio.wait((run.accepted, task), return_when=asyncio.FIRST_COMPLETED)
+        if not run.accepted.done():
+            await _refuse(exchange, run.reply)
+            return
+        exchange.extra_headers += run.accepted.result()
+        exchange.ignored += run.ignored
+        if not stream:
+            await exchange.reply_json({**run.response, "status": "queued"})
+            return
+        await self.send_events(exchange, run.id, -1)
+
+    async def send_events(self, exchange: Exchange, id: str, after: int) -> None:
+        """The events of a response as they come, from the one behind `after` on."""
+        await exchange.start_stream()
+        await exchange.write(Renderer.keep_alive)  # the head goes out with it: the first event may take a while
+        async with aclosing(self._events(id, after)) as found:
+            async for events in found:
+                await exchange.write(events or Renderer.keep_alive)
+        await exchange.end_stream()
+
+    async def recorded(self, id: str) -> bool:
+        """Whether the events of a response are kept."""
+        return await self._store.recorded(id)
+
+    async def cancel(self, id: str, response: dict[str, Any]) -> bool:
+        """Whether a response that is generated, or waits, was cancelled now."""
+        cancelled = encode_json({**response, "status": "cancelled"})
+        if not await self._store.end(id, None, cancelled):
+            return False
+        self.stop(id)
+        return True
+
+    def stop(self, id: str) -> None:
+        """Generate no more of a response, if that is done here; elsewhere it is noticed within a second."""
+        for run in self._tasks:
+            if run.id == id:
+                run.ended = True
+                run.aborted.set()
+
+    async def accept(self, run: BackgroundRun, head: dict[str, Any], record: ResponseRecord) -> None:
+        """A response has a place, or waits for one: from now on it exists for clients."""
+        id = str(head["id"])
+        run.response = {**head, "status": "queued"}
+        names = ("response.created", "response.queued")
+        events = [encode_event((name, {"response": run.response}), number) for number, name in enumerate(names)]
+        assert len(events) == QUEUED_EVENTS
+        try:
+            await self._store.begin(
+                id,
+                self._name,
+                self._lease_s,
+                tenant=run.caller.tenant,
+                user=record.user,
+                response=encode_json(run.response),
+                items=record.items(id),
+                events=b"".join(events) if run.stream else b"",
+            )
+        except DatabaseError as error:
+            raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error
+        run.id = id
+        run.record(events)
+        run.stored_events = len(run.events)
+
+    async def finish(
+        self, run: BackgroundRun, body: bytes, conversation: Sequence[ChatMessage] | None, last: Sequence[bytes]
+    ) -> None:
+        run.ended = True
+        try:
+            async with self._writing:
+                first, unstored = run.unstored()
+                events = (first, unstored + b"".join(last) if run.stream else b"")
+                if await self._store.end(run.id, self._name, body, conversation, events):
+                    run.record(last)
+        except DatabaseError as error:
+            run.ended = False
+            raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error
+
+    def _check_room(self, tenant: str) -> None:
+        if len(self._tasks) >= MOST:
+            raise Overloaded(
+                f"{MOST} responses are generated in the background already; send this one again later.", retry_after=5.0
+            )
+        if sum(run.caller.tenant == tenant for run in self._tasks) >= self._most:
+            raise RateLimitExceeded(
+                f"{self._most} responses of yours wait or are generated in the background, which is the limit "
+                "(`store.background_per_tenant`).",
+                param="background",
+                retry_after=5.0,
+            )
+
+    async def _drive(self, run: BackgroundRun) -> None:
+        """Generate a response; where limits or load refuse it a place, try again."""
+        assert self._answer is not None
+        deadline = time.monotonic() + QUEUE_S
+        attempt = 0
+        try:
+            while True:
+                request = WorkRequest(run)
+                await self._answer(request.exchange)
+                run.reply = request.reply
+                attempt += 1
+                pause = None if run.begun or run.ended else _pause(run.reply, attempt)
+                if not run.id or pause is None or time.monotonic() + pause > deadline:
+                    break
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(run.aborted.wait(), pause)
+                if run.aborted.is_set():
+                    break
+            if run.id and not run.ended:
+                await self._failed(run, *_problem(run.reply))
+        except asyncio.CancelledError:
+            if run.id and not run.ended:
+                await self._failed(run, *SHUTDOWN)
+            raise
+        finally:
+            run.over = True
+            run.tell()
+
+    async def _failed(self, run: BackgroundRun, code: str, message: str) -> None:
+        """The end of a response that nothing else ended."""
+        body, last = run.failure, list[bytes]()
+        if body is None:
+            problem = {"code": code, "message": message}
+            response = {**run.response, "status": "failed", "error": problem}
+            body = encode_json(response)
+            numbered: tuple[Event, ...] = (
+                ("error", {**problem, "param": None}),
+                ("response.failed", {"response": response}),
+            )
+            last = [encode_event(event, len(run.events) + number) for number, event in enumerate(numbered)]
+        try:
+            await self.finish(run, body, None, last)
+        except ServiceUnavailable:  # its lease expires, which says the same to readers
+            log.warning("the end of a response in the background could not be stored", extra={"response": run.id})
+
+    async def _keep(self) -> None:
+        """Renews leases, stores events, and notices what was cancelled or deleted through other gateways."""
+        while True:
+            timeout = min(BEAT_S, self._lease_s / 4) if self._tasks else None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout)
+            self._wake.clear()
+            try:
+                async with self._writing:
+                    await self._store_news([run for run in self._tasks if run.id and not run.ended])
+            except DatabaseError as error:
+                log.warning("cannot store the state of responses in the background: %s", error)
+                await asyncio.sleep(BEAT_S)
+
+    async def _store_news(self, runs: Sequence[BackgroundRun]) -> None:
+        if not runs:
+            return
+        begun = [run for run in runs if run.begun and not run.begun_stored]
+        news = [(run, len(run.events)) for run in runs if len(run.events) > run.stored_events]
+        mine = await self._store.keep(
+            self._name,
+            self._lease_s,
+            [(run.id, encode_json(run.response)) for run in begun],
+            [(run.id, *run.unstored()) for run, _ in news],
+        )
+        for run in begun:
+            run.begun_stored = True
+        for run, count in news:
+            run.stored_events = count
+        for run in runs:
+            if run.id not in mine and not run.ended:
+                self.stop(run.id)
+
+    async def _events(self, id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """Events as they come; empty when there were none for a while."""
+        run = next((run for run in self._tasks if run.id == id), None)
+        while run is not None:
+            news = run.news
+            if found := run.events[after + 1 :]:
+                after += len(found)
+                yield b"".join(found)
+            elif run.over:
+                return
+            else:
+                try:
+                    await asyncio.wait_for(news.wait(), 10.0)
+                except TimeoutError:
+                    yield b""
+        quiet = 0.0
+        while True:
+            running = await self._store.running(id)
+            if found := await self._store.events(id, after):
+                after, quiet = after + len(found), 0.0
+                yield b"".join(found)
+            elif not running:
+                return
+            else:
+                await asyncio.sleep(POLL_S)
+                quiet += POLL_S
+                if quiet >= 10.0:
+                    quiet = 0.0
+                    yield b""
+
+
+async def _refuse(exchange: Exchange, reply: Reply | None) -> None:
+    """Tell the client why there is no response."""
+    if reply is None or reply.status is None:
+        raise Draining
+    headers = [(name.encode(), value.encode()) for name, value in reply.headers.items() if name not in _OWN_HEADERS]
+    await exchange.reply(reply.status, reply.body, headers=headers)
+
+
+def _pause(reply: Reply, attempt: int) -> float | None:
+    """How long to wait before a place is asked for again; None where that does not help."""
+    if reply.status not in (429, 503) or reply.headers.get("x-should-retry") == "false":
+        return None
+    if reply.headers.get("x-penstock-reason") == "draining":
+        return None
+    told = reply.headers.get("retry-after", "")
+    longer = min(0.5 * 2 ** min(attempt, 10), LONGEST_PAUSE_S)
+    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else longer
+
+
+def _problem(reply: Reply | None) -> tuple[str, str]:
+    """Code and message of an error."""
+    with suppress(msgspec.DecodeError, TypeError, KeyError):
+        error = msgspec.json.decode(b"" if reply is None else reply.body)["error"]
+        return str(error["code"] or "server_error"), str(error["message"])
+    return "server_error", "The response could not be generated."

@@ -1,0 +1,270 @@
+"""`background: true` of responses: through the official SDK, over two gateways, through shutdown and loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.gateway.api.openai.responses import background
+from penstock.gateway.api.openai.responses.background_store import split_events
+from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.app.memory_request import Reply
+from penstock.storage import open_database
+from penstock.text import TextModel
+from tests.gateway.accounting.test_admission import held, one_at_a_time
+from tests.gateway.accounting.test_quotas import sign_in
+from tests.gateway.api.test_responses import create, sdk, stored
+from tests.gateway.conftest import Running, Serving, eventually, until
+from tests.gateway.process.test_request_log import read, settings
+from tests.services import emptied
+
+
+async def ended(running: Running, id: str) -> dict[str, Any]:
+    async def ask() -> dict[str, Any]:
+        return (await running.client.get(f"/v1/responses/{id}")).json()
+
+    return await until(ask, lambda found: found["status"] not in ("queued", "in_progress"))
+
+
+def numbers(events: list[Any]) -> list[int]:
+    return [event.sequence_number for event in events]
+
+
+async def test_a_response_is_polled(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **settings(tmp_path)) as running:
+        client = sdk(running)
+        begun = await client.responses.create(model="tiny", input="hi", background=True, metadata={"a": "b"})
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        assert (await client.responses.retrieve(begun.id)).status == "queued"
+        assert [item.id for item in (await client.responses.input_items.list(begun.id)).data]
+        early = await create(running, previous_response_id=begun.id)
+        assert early.status_code == 400 and "is `queued`" in early.json()["error"]["message"]
+        running.engine.hold = False
+        await ended(running, begun.id)
+        found = await client.responses.retrieve(begun.id)
+        assert (found.status, found.output_text, found.metadata) == ("completed", "Hello, world!", {"a": "b"})
+        assert found.usage is not None and found.usage.output_tokens == 14 and found.background
+        assert found.created_at == begun.created_at and found.output[0].id.startswith(f"msg_{found.id[5:]}")
+        again = await client.responses.create(model="tiny", input="more", previous_response_id=found.id)
+        assert again.output_text == "Hello, world!"
+        assert (await client.responses.cancel(found.id)).status == "completed"
+
+        # It was one request for the log and the ledger.
+        async def logged() -> list[int]:
+            return sorted(row["completion_tokens"] for row in await read(running) if row["route"] == "/v1/responses")
+
+        assert await until(logged, lambda tokens: len(tokens) >= 3) == [0, 14, 14]
+        (used,) = (await running.client.get("/v1/usage?by=model")).json()["data"]
+        assert used["completion_tokens"] == 28
+        # A stream of it can be read even though it was not asked for as one.
+        events = [event async for event in await client.responses.retrieve(found.id, stream=True)]
+        assert events[-1].type == "response.completed"
+
+
+async def test_a_client_leaves_its_stream_and_comes_back(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **stored(tmp_path)) as running:
+        client = sdk(running)
+        stream: Any = await client.responses.create(model="tiny", input="hi", background=True, stream=True)
+        first = [await anext(stream), await anext(stream)]
+        assert [event.type for event in first] == ["response.created", "response.queued"]
+        await stream.close()
+        id = first[0].response.id
+        following: Any = await client.responses.retrieve(id, stream=True, starting_after=1)
+        running.engine.hold = False
+        rest = [event async for event in following]
+        assert rest[0].type == "response.in_progress" and rest[-1].type == "response.completed"
+        assert rest[-1].response.output_text == "Hello, world!"
+        assert numbers(first + rest) == list(range(len(first + rest)))
+        # The same events come from the store, from any of them on.
+        for after in (None, 0, 7, len(rest)):
+            asked = {} if after is None else {"starting_after": after}
+            again = [event async for event in await client.responses.retrieve(id, stream=True, **asked)]  # type: ignore[call-overload]
+            begin = 0 if after is None else after + 1
+            assert [event.to_dict() for event in again] == [event.to_dict() for event in (first + rest)[begin:]]
+
+
+async def test_a_response_is_cancelled(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **stored(tmp_path)) as running:
+        client = sdk(running)
+        begun = await client.responses.create(model="tiny", input="hi", background=True)
+        await eventually(lambda: bool(running.engine.seen))
+        stopped = await client.responses.cancel(begun.id)
+        assert (stopped.id, stopped.status) == (begun.id, "cancelled")
+        await eventually(lambda: bool(running.engine.aborted))
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="is `cancelled`"):
+            await client.responses.create(model="tiny", input="x", previous_response_id=begun.id)
+        deleted = await client.responses.create(model="tiny", input="hi", background=True, stream=False)
+        await client.responses.delete(deleted.id)
+        await eventually(lambda: len(running.engine.aborted) == 2)
+        assert (await running.client.get(f"/v1/responses/{deleted.id}")).status_code == 404
+        await eventually(lambda: not running.parts.background_responses._tasks)  # type: ignore[union-attr]
+
+
+async def test_what_is_wrong_is_said_at_once(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(**stored(tmp_path)) as running:
+        for body, status, param in (
+            ({"store": False}, 400, "background"),
+            ({"model": "other"}, 404, "model"),
+            ({"input": "a" * 600}, 400, "input"),
+            ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
+            (
+                {"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
+                400,
+                "tools[0].parameters",
+            ),
+        ):
+            for stream in (False, True):
+                refused = await create(running, background=True, stream=stream, **body)
+                assert refused.status_code == status, refused.text
+                assert refused.json()["error"]["param"] == param
+                assert refused.headers["x-request-id"]
+        resumed = await running.client.post(
+            "/v1/responses",
+            json={"model": "tiny", "input": "hi", "background": True, "stream": True},
+            headers={"last-event-id": "new"},
+        )
+        assert resumed.status_code == 400 and not running.engine.seen
+        whole = await create(running)
+        assert (await running.client.post(f"/v1/responses/{whole.json()['id']}/cancel")).status_code == 400
+        ignored = await create(running, background=True, client_metadata={"a": 1})
+        assert ignored.headers["x-penstock-ignored"] == "client_metadata"
+        await ended(running, ignored.json()["id"])
+    async with serving() as running:
+        assert (await create(running, background=True)).json()["error"]["param"] == "background"
+    async with serving(**stored(tmp_path), background_per_tenant=0) as running:
+        assert (await create(running, background=True)).json()["error"]["param"] == "background"
+
+
+async def test_there_is_a_limit_per_tenant(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **stored(tmp_path), background_per_tenant=2) as running:
+        begun = [await create(running, background=True) for _ in range(2)]
+        refused = await create(running, background=True)
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        assert "2 responses of yours" in refused.json()["error"]["message"]
+        running.engine.hold = False
+        for reply in begun:
+            assert (await ended(running, reply.json()["id"]))["status"] == "completed"
+        assert (await create(running, background=True)).status_code == 200
+
+
+async def test_tenants_do_not_see_each_other(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **stored(tmp_path)) as running:
+        await sign_in(running, "acme")
+        running.admin = running.client.headers["authorization"]  # type: ignore[attr-defined]
+        id = (await create(running, background=True, stream=False)).json()["id"]
+        await sign_in(running, "rival")
+        at = f"/v1/responses/{id}"
+        for reply in (
+            await running.client.get(at),
+            await running.client.get(at, params={"stream": "true"}),
+            await running.client.post(f"{at}/cancel"),
+            await running.client.delete(at),
+        ):
+            assert reply.status_code == 404
+        running.client.headers["authorization"] = running.admin  # type: ignore[attr-defined]
+        refused = await running.client.get(at, params={"stream": "true"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
+        running.engine.hold = False
+        assert (await ended(running, id))["status"] == "completed"
+
+
+async def test_a_place_is_asked_for_again(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def pause(reply: Reply, attempt: int) -> float | None:
+        asked.append(reply.status or 0)
+        return 0.01 if reply.status == 503 else None
+
+    monkeypatch.setattr(background, "_pause", pause)
+    async with serving(held(text), **stored(tmp_path), admission=one_at_a_time(wait_s=0.05)) as running:
+        ids = [(await create(running, background=True)).json()["id"] for _ in range(2)]
+        await eventually(lambda: len(asked) >= 3)
+        assert set(asked) == {503}
+        assert (await running.client.get(f"/v1/responses/{ids[1]}")).json()["status"] == "queued"
+        running.engine.hold = False
+        for id in ids:
+            assert (await ended(running, id))["status"] == "completed"
+
+
+async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **stored(tmp_path), drain_s=0.05) as running:
+        ids = [(await create(running, background=True, stream=False)).json()["id"] for _ in range(2)]
+        client = sdk(running)
+        stream: Any = await client.responses.create(model="tiny", input="hi", background=True, stream=True)
+        ids.append((await anext(stream)).response.id)
+        await eventually(lambda: len(running.engine.seen) == 3)
+        running.stop.set()
+        last = [event async for event in stream][-1]
+        assert last.type == "response.failed"
+    async with serving(**stored(tmp_path)) as running:
+        for id in ids:
+            found = (await running.client.get(f"/v1/responses/{id}")).json()
+            assert found["status"] == "failed" and "shutting down" in found["error"]["message"]
+
+
+async def test_another_gateway_shows_follows_and_cancels(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    async with serving(held(text), **stored(tmp_path)) as one, serving(**stored(tmp_path)) as other:
+        kept = (await create(one, background=True)).json()["id"]
+        assert (await other.client.get(f"/v1/responses/{kept}")).json()["status"] == "queued"
+        first: Any = await sdk(one).responses.create(model="tiny", input="hi", background=True, stream=True)
+        followed = (await anext(first)).response.id
+        cancelled = (await create(one, background=True)).json()["id"]
+        await eventually(lambda: len(one.engine.seen) == 3)
+        assert (await other.client.post(f"/v1/responses/{cancelled}/cancel")).json()["status"] == "cancelled"
+        await eventually(lambda: len(one.engine.aborted) == 1)
+        following: Any = await sdk(other).responses.retrieve(followed, stream=True)
+        seen = [await anext(following), await anext(following)]
+        one.engine.hold = False
+        seen += [event async for event in following]
+        assert numbers(seen) == list(range(len(seen))) and seen[-1].type == "response.completed"
+        assert (await ended(other, kept))["status"] == "completed"
+        assert (await ended(one, cancelled))["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_a_killed_gateway_leaves_a_failed_response(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    now = [1000.0]
+    url = f"sqlite:///{tmp_path / 'state.db'}"
+    if kind == "postgres":
+        url = request.getfixturevalue("postgres_url")
+        await emptied(url)
+    database = await open_database(url)
+    try:
+        store = ResponseStore(database, keep_s=1000.0, most=10, clock=lambda: now[0])
+        await store.prepare()
+        response = json.dumps({"id": "resp_1", "model": "m", "status": "queued", "background": True}).encode()
+        about: Any = {"tenant": "t", "user": "", "response": response, "items": []}
+        await store.background.begin("resp_1", "me", 20.0, events=b"", **about)
+        assert await store.background.running("resp_1") and await store.conversation("resp_1", "t") is None
+        now[0] += 15.0
+        assert await store.background.keep("me", 20.0, [], []) == {"resp_1"}
+        now[0] += 15.0
+        assert json.loads(await store.response("resp_1", "t") or b"")["status"] == "queued"
+        now[0] += 10.0
+        found = json.loads(await store.response("resp_1", "t") or b"")
+        assert found["status"] == "failed" and "stopped before its end" in found["error"]["message"]
+        # Its owner was only slow: the end stands.
+        assert not await store.background.end("resp_1", "me", response, [])
+        assert await store.background.keep("me", 20.0, [], []) == set()
+        # Events come in chunks, and one that is written again replaces itself.
+        chunks = [b"event: a\ndata: 0\n\nevent: b\ndata: 1\n\n", b"event: c\ndata: 2\n\n", b"event: d\ndata: 3\n\n"]
+        await store.background.begin("resp_2", "me", 20.0, events=chunks[0], **about)
+        await store.background.keep("me", 20.0, [("resp_2", response)], [("resp_2", 2, chunks[1])])
+        await store.background.keep("me", 20.0, [], [("resp_2", 2, chunks[1] + chunks[2])])
+        whole = split_events(b"".join(chunks))
+        for after in range(-1, 5):
+            assert await store.background.events("resp_2", after) == whole[after + 1 :]
+        assert await store.background.end("resp_2", None, response) and await store.delete("resp_2", "t")
+        assert not await store.background.recorded("resp_2")
+    finally:
+        await database.close()

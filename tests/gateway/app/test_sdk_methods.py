@@ -1,0 +1,42 @@
+"""Every method of the official SDK that docs/clients.md promises reaches an endpoint."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import openai
+import pytest
+
+from penstock.gateway.api.endpoints import ENDPOINTS
+
+PROMISED = {
+    "chat.completions": "create list retrieve update delete",
+    "chat.completions.messages": "list",
+    "completions": "create",
+    "responses": "create retrieve delete cancel compact",
+    "responses.input_items": "list",
+    "responses.input_tokens": "count",
+    "conversations": "create retrieve update delete",
+    "conversations.items": "create list retrieve delete",
+    "embeddings": "create",
+    "moderations": "create",
+    "models": "list retrieve",
+    "files": "create list retrieve content delete",
+    "batches": "create retrieve list cancel",
+}
+_REQUEST = re.compile(r"self\._(get|post|delete|get_api_list)\(\s*(?:path_template\()?\s*f?\"([^\"]+)\"")
+_METHODS = {"get": "GET", "get_api_list": "GET", "post": "POST", "delete": "DELETE"}
+SERVED = {(endpoint.method, re.sub(r"\{[^}]+\}", "{}", endpoint.path)) for endpoint in ENDPOINTS}
+
+
+@pytest.mark.parametrize("resource", PROMISED)
+def test_a_resource(resource: str) -> None:
+    found: object = openai.OpenAI(api_key="none")
+    for name in resource.split("."):
+        found = getattr(found, name)
+    for name in PROMISED[resource].split():
+        request = _REQUEST.search(inspect.getsource(getattr(type(found), name)))
+        assert request is not None, f"{resource}.{name}"
+        method, path = _METHODS[request[1]], "/v1" + re.sub(r"\{\w+\}", "{}", request[2])
+        assert (method, path) in SERVED, f"{resource}.{name}: {method} {path}"
