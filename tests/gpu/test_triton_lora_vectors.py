@@ -1,4 +1,4 @@
-"""DoRA and biases of adapters on CUDA: kernels against plain PyTorch, the engine against merged checkpoints."""
+"""DoRA, biases and norms of adapters on CUDA: kernels against plain PyTorch, the engine against merged checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
         assert not ours.vectors._groups, "a captured step has no vectors"
 
 
-def test_engine_with_dora_and_biases() -> None:
+def test_engine_with_dora_biases_and_norms() -> None:
     """Steps with such adapters are launched one by one, others from graphs, in turn; more adapters than slots."""
     if not ON_DEVICE:
         return
@@ -60,8 +60,12 @@ def test_engine_with_dora_and_biases() -> None:
     from tests.engine.tiny import Reference, write_checkpoint
 
     rng = random.Random(5)
-    kinds: list[dict[str, Any]] = [{"dora": True, "bias": "all"}, {"bias": "lora_only"}, {}]
-    for family in ("llama-mha-bias", "qwen2-bias"):
+    kinds: list[dict[str, Any]] = [
+        {"dora": True, "bias": "all"},
+        {"bias": "lora_only", "modules_to_save": ["layernorm", "norm"]},
+        {},
+    ]
+    for family in ("llama-mha-bias", "gemma2"):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             base = write_checkpoint(family, root / "base")

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.engine.adapters.layout import PlacedSite
+from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.vectors import VectorBank
@@ -21,6 +22,8 @@ class LoraKernel(Protocol):
     """What adapters replace of embedding and head; None: none may. It is told of slots and steps as the kernel is."""
     vectors: VectorBank | None
     """What adapters do to single outputs; the same. `add` and its like end with it."""
+    norms: NormBank | None
+    """The norms that adapters replace; the same."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
+from penstock.engine.adapters.norm_tensors import NormNames, NormTensors
+from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
@@ -66,6 +69,8 @@ class Packer:
     """What it replaces of embedding and head."""
     vectors: SiteVectors | None
     """What it does to single outputs of linears."""
+    norms: Mapping[Norm, Tensor] | None
+    """The norms that it replaces."""
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Packer:
         most_rows: int | None = None,
         room: int = 0,
         stored: BaseTensors | None = None,
+        norms: NormNames | None = None,
     ) -> None:
         """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared. `row_dtype`,
         `most_rows`, `room`: see `EndTensors`. `stored`: the model's checkpoint."""
@@ -94,20 +100,23 @@ class Packer:
         self._dtype = dtype
         self._pin = pin
         self._content = hashlib.blake2b(str(dtype).encode(), digest_size=16)
-        self._places: dict[str, tuple[int, range]] = {}
+        self._places: dict[str, list[tuple[int, range]]] = {}
+        """Sites by the names of modules, and which parts of them these are; dense layers may have a name that experts
+        have in others."""
         self._stacks: dict[str, list[int]] = {}
         self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
         self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
         self._vectors = VectorTensors(file, layout, cut, config, stored)
+        self._norms = NormTensors(file, config, norms, stored)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
             for part, module in enumerate(site.modules):
-                self._places.setdefault(module, (index, range(part, part + 1)))
+                self._places.setdefault(module, []).append((index, range(part, part + 1)))
             for alias in site.aliases:
-                self._places.setdefault(alias, (index, range(1)))
+                self._places.setdefault(alias, []).append((index, range(1)))
             if site.fused:
-                self._places[site.fused] = (index, range(len(site.modules)))
+                self._places.setdefault(site.fused, []).insert(0, (index, range(len(site.modules))))
             for path in site.stack.paths if site.stack is not None else ():
                 self._stacks.setdefault(path.rpartition(".")[0], []).append(index)
 
@@ -125,7 +134,7 @@ class Packer:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
                 ends.setdefault(match[1], {})[match[2]] = key
-            elif not self._whole.take(key) and not self._vectors.take(key):
+            elif not any(each.take(key) for each in (self._whole, self._vectors, self._norms)):
                 raise self._refusal(key)
         if not found and not ends and not self._vectors.any:
             raise CheckpointError(f"{self.file} holds no LoRA matrices")
@@ -165,6 +174,7 @@ class Packer:
                 self._put_tied(target, a, b, key=pair["A"])
         self._vectors.biases(self._biased, tensors, self._hash)
         self.vectors = self._vectors.vectors()
+        self.norms = self._norms.read(tensors, self._hash)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
         site, tied = self.cut.whole.sites[target.index], target.layer is None and self._tied
@@ -178,11 +188,16 @@ class Packer:
         others = site.modules if len(site.modules) == 1 else ()
         return Changed(layer, index, parts, (module, *others, *site.aliases))
 
+    def _place_of(self, layer: int, module: str) -> tuple[int, range]:
+        """Of a module that some layer has: the one in this layer, if it is in it."""
+        places = self._places[module]
+        return next((place for place in places if self.cut.whole.sites[place[0]].is_in(layer)), places[0])
+
     def _biased(self, layer: int | None, module: str) -> Changed | None:
         """The linear whose bias that is; None: adapters may not change it."""
         if layer is None or layer >= self.cut.whole.layers or module not in self._places:
             return None
-        index, parts = self._places[module]
+        index, parts = self._place_of(layer, module)
         site = self.cut.whole.sites[index]
         if site.experts or not site.is_in(layer):
             return None
@@ -248,7 +263,7 @@ class Packer:
         path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
         parameter = "weight"
         if named in self._places:
-            index, parts = self._places[named]
+            index, parts = self._place_of(layer, named)
             target = _Target(layer, module, path, index, parts, None if numbered is None else int(numbered[2]))
         else:
             path = path.replace(_NESTED, "")

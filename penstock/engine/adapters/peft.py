@@ -7,7 +7,7 @@ engine state.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import KnownMatrices
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
+from penstock.engine.adapters.norm_tensors import NormNames
+from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.packer import Packer
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows
@@ -46,6 +48,8 @@ class LoadedAdapter:
     """What it replaces of embedding and head."""
     vectors: SiteVectors | None = None
     """What it does to single outputs of linears."""
+    norms: Mapping[Norm, Tensor] | None = None
+    """The norms that it replaces."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -67,6 +71,7 @@ def read_adapter(
     most_rows: int | None = None,
     room: int = 0,
     stored: BaseTensors | None = None,
+    norms: NormNames | None = None,
 ) -> LoadedAdapter:
     """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory. `cut`: where
     `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only. `base` and
@@ -93,6 +98,7 @@ def read_adapter(
         most_rows=most_rows,
         room=room,
         stored=stored,
+        norms=norms,
     )
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -102,8 +108,10 @@ def read_adapter(
     ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
     rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
     vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors
-    further = layout.touches_further(ranks) or rows is not None or vectors is not None
-    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors)
+    further = layout.touches_further(ranks) or not (rows is None and vectors is None and packer.norms is None)
+    return LoadedAdapter(
+        name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms
+    )
 
 
 def random_adapter(

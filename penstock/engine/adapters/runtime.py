@@ -14,6 +14,7 @@ import torch
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.ends import BoundedHead
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.norms import with_norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.batch import Batch
@@ -41,8 +42,13 @@ class AdaptedModel:
     """Whether that one runs all steps, also those without adapters: in deterministic mode on devices on which its
     layers take other launches than those of the plain decoder."""
     altered: Decoder | None = None
-    """One for steps in which some adapter changes single outputs (see `adapters.vectors`), where these cannot run
-    `further`."""
+    """One for steps in which some adapter changes single outputs (see `adapters.vectors`) or norms."""
+
+    def with_altered(self) -> AdaptedModel:
+        """The same with a decoder of that name, made when all others are connected to their ranks."""
+        if self.kernel.norms is None or self.further is None:
+            return self
+        return dataclasses.replace(self, altered=with_norms(self.further, self.kernel.norms))
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
         narrow = None if self.narrow is None else change(self.narrow)
@@ -118,14 +124,15 @@ class AdapterRuntime:
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
     def launched_eagerly(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch replaces rows of embedding or head, or changes single outputs of linears: it
-        is neither recorded nor captured."""
+        """Whether some adapter of a batch replaces rows of embedding or head, or changes single outputs of linears
+        or norms: it is neither recorded nor captured."""
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return any(adapter is not None and (adapter.rows or adapter.vectors) is not None for adapter in adapters)
+        return self.alters(batch) or any(adapter is not None and adapter.rows is not None for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch changes single outputs of linears."""
-        return any((adapter := chunk.seq.adapter) is not None and adapter.vectors is not None for chunk in batch.chunks)
+        """Whether some adapter of a batch changes single outputs of linears, or norms."""
+        adapters = (chunk.seq.adapter for chunk in batch.chunks)
+        return any(one is not None and not (one.vectors is None and one.norms is None) for one in adapters)
 
     def on_head(self, decoder: Decoder) -> bool:
         """Whether logits behind a decoder have adapters."""

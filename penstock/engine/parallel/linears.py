@@ -7,6 +7,7 @@ logits are put together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,13 @@ class SummingOps:
             return self._group.add_rms_norm(self._ops, x.part, residual, weight, eps, x_weight)
         return self._ops.add_rms_norm(x, residual, weight, eps, x_weight)
 
+    def with_inner(self, change: Callable[[Any], Any]) -> SummingOps:
+        """The same over other operations."""
+        return SummingOps(change(self._ops), self._group)
+
     def __eq__(self, other: object) -> bool:
         """Made anew for every layer, so identity says nothing."""
-        return isinstance(other, SummingOps) and self._ops is other._ops and self._group is other._group
+        return isinstance(other, SummingOps) and self._ops == other._ops and self._group is other._group
 
     __hash__ = object.__hash__
 

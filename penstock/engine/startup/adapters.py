@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,8 @@ from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
+from penstock.engine.adapters.norm_tensors import NormNames
+from penstock.engine.adapters.norms import NormBank, norms_in_layer
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.rows import RowBank
@@ -30,6 +31,7 @@ from penstock.engine.adapters.vectors import VectorBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import family_of
 from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.errors import ConfigError
 
@@ -121,6 +123,12 @@ def adapt_model(
         with torch.inference_mode():
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
 
+    norms = None
+    if library is None:
+        names = family_of(decoder.config.family).names
+        offset, hidden = decoder.config.norm_offset, decoder.config.hidden_size
+        norms = NormNames(names.final_norm, norms_in_layer(names), hidden, offset, cut.layers)
+
     def read(name: str, folder: Path) -> LoadedAdapter:
         return read_adapter(
             name,
@@ -135,6 +143,7 @@ def adapt_model(
             most_rows=most_rows,
             room=room,
             stored=None if stored is None else BaseTensors(stored, decoder.config),
+            norms=norms,
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
@@ -162,8 +171,8 @@ def adapt_model(
     # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
     other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
     always = decoder.ops.batch_invariant and other_launches
-    altered = None if further is None or not further.fused_up_to else dataclasses.replace(further, fused_up_to=0)
-    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always, altered)
+    kernel.norms = NormBank(slots, decoder.embedding.device)
+    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always)
 
 
 def manage_adapters(

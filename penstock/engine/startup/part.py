@@ -228,6 +228,7 @@ def load_part(
             num_blocks, num_states = member.least(num_blocks, "KV blocks"), member.least(num_states, "states")
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
+        adapters = None if adapters is None else adapters.with_altered()
         if stage_tap is not None:
             decoder = stage_tap.on(decoder)
             adapters = None if adapters is None else adapters.with_decoders(stage_tap.on)

@@ -1,4 +1,4 @@
-"""DoRA and biases of adapters: what the model with all of it merged into its weights answers."""
+"""DoRA, biases and norms of adapters: what the model with all of it merged into its weights answers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 FILE = "adapter_model.safetensors"
+FAMILIES = ["gemma3-two-ropes", "glm4", "olmo2", "cohere", "falcon-h1", "nemotron-h", "qwen3-next"]
 KINDS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True},
     "both": {"dora": True, "bias": "all", "targets": ("q_proj", "o_proj", "down_proj")},
     "biases": {"bias": "lora_only"},
     "of-b": {"lora_bias": True, "targets": ("k_proj", "o_proj")},
+    "norms": {"modules_to_save": ["input_layernorm", "norm"], "targets": ("v_proj",)},
 }
 
 
@@ -58,6 +60,9 @@ def write_vectors(
             continue
         at = f"{module}.base_layer" if module in targets else module
         tensors[f"base_model.model.{at}.bias"] = own + 0.4 * torch.randn(own.shape, generator=generator)
+    for name, own in weights.items():
+        if name.removesuffix(".weight").endswith(tuple(settings.get("modules_to_save", ()))) and own.dim() == 1:
+            tensors[f"base_model.model.{name}"] = own + 0.5 * torch.randn(own.shape, generator=generator)
     save_file(tensors, folder / FILE)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": dora, "bias": bias}))
@@ -69,6 +74,7 @@ def merged(base: Path, adapter: Path, folder: Path) -> Path:
     shutil.copytree(base, folder)
     config, lora = json.loads((adapter / "adapter_config.json").read_text()), load_file(adapter / FILE)
     weights, scale = load_file(base / "model.safetensors"), config["lora_alpha"] / config["r"]
+    weights |= {name: lora[f"base_model.model.{name}"] for name in weights if f"base_model.model.{name}" in lora}
     for name in [name for name in weights if name.endswith(".weight")]:
         module = name.removesuffix(".weight")
         key = f"base_model.model.{module}"
@@ -222,6 +228,51 @@ def test_what_cannot_be_applied_is_refused_by_name(base: Path, tmp_path: Path) -
     ):
         save_file({**tensors, **changes}, adapter / FILE)
         assert words in failure(base, adapter), words
+
+
+def test_other_modules_must_be_the_models_own(base: Path, tmp_path: Path) -> None:
+    adapter = write_vectors(tmp_path / "a", base, modules_to_save=["up_proj", "norm"])
+    tensors, weights = load_file(adapter / FILE), load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, f"base_model.model.{name}": weights[name]}, adapter / FILE)
+    engine = make_engine(base, adapters=(AdapterSpec("a", str(adapter)),))
+    assert generate(engine, ask("r", [1, 2, 3], "a", 2))["r"]
+    for changes, words in (
+        ({name: weights[name] + 1}, f"cannot apply 'base_model.model.{name}'"),
+        ({"model.norm.weight": torch.ones(3)}, "is (3,), not"),
+        ({"model.norm.weight": torch.full((64,), float("inf"))}, "not finite"),
+    ):
+        save_file({**tensors, **{f"base_model.model.{key}": value for key, value in changes.items()}}, adapter / FILE)
+        assert words in failure(base, adapter), words
+    save_file({key: value for key, value in tensors.items() if "norm" not in key}, adapter / FILE)
+    assert "modules_to_save has norm, and" in failure(base, adapter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gemma3-two-ropes", "glm4", "olmo2", "cohere", "falcon-h1", "nemotron-h", "qwen3-next"]
+)
+def test_norms_of_other_families(family: str, tmp_path: Path) -> None:
+    base = write_checkpoint(family, tmp_path / "base")
+    settings: dict[str, Any] = {"targets": ("q_proj", "in_proj_qkvz"), "spread": 0.2}
+    saved = ["layernorm", "model.norm", ".norm_f", "norm"] if family != "nemotron-h" else ["backbone.norm_f", "norm"]
+    adapter = write_vectors(tmp_path / "a", base, modules_to_save=saved, **settings)
+    tensors = load_file(adapter / FILE)
+    stored = load_file(base / "model.safetensors")
+    for key, value in tensors.items():  # norms inside of attention and mixers stay as they are
+        inner = key.removeprefix("base_model.model.")
+        if any(part in inner for part in ("q_norm", "k_norm", "mamba.norm", "mixer.norm", "linear_attn.norm")):
+            tensors[key] = stored[inner].to(value.dtype)
+    save_file(tensors, adapter / FILE)
+    engine = make_engine(base, adapters=(AdapterSpec("a", str(adapter)),), token_budget=40)
+    plain, reference = Reference(base), Reference(merged(base, adapter, tmp_path / "merged"))
+    different = 0
+    for i, prompt in enumerate(prompts(3)):
+        got = generate(engine, ask(f"a{i}", prompt, "a"), ask(f"b{i}", prompt))
+        assert reference.agrees(prompt, got[f"a{i}"], TIE), (family, i)
+        assert plain.agrees(prompt, got[f"b{i}"], TIE), (family, i)
+        different += got[f"a{i}"] != got[f"b{i}"]
+    assert different
 
 
 def test_a_step_of_many_slots_changes_each_token_as_its_own_does() -> None:

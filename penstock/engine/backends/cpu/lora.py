@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
+from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
@@ -30,6 +31,7 @@ class CpuLora:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
         self.rows: RowBank | None = None
         self.vectors: VectorBank | None = None
+        self.norms: NormBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -51,6 +53,8 @@ class CpuLora:
             self.rows.put(slot, adapter.rows)
         if self.vectors is not None:
             self.vectors.put(slot, adapter.vectors)
+        if self.norms is not None:
+            self.norms.put(slot, adapter.norms)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
@@ -60,6 +64,8 @@ class CpuLora:
             self.rows.begin(slots)
         if self.vectors is not None:
             self.vectors.begin(slots)
+        if self.norms is not None:
+            self.norms.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)

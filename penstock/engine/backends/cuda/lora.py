@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
+from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
@@ -82,6 +83,7 @@ class TritonLora:
         assert layout.by_output
         self.rows: RowBank | None = None
         self.vectors: VectorBank | None = None
+        self.norms: NormBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -106,6 +108,8 @@ class TritonLora:
             self.rows.put(slot, adapter.rows)
         if self.vectors is not None:
             self.vectors.put(slot, adapter.vectors)
+        if self.norms is not None:
+            self.norms.put(slot, adapter.norms)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -118,6 +122,8 @@ class TritonLora:
             self.rows.begin(slots)
         if self.vectors is not None:
             self.vectors.begin(slots)
+        if self.norms is not None:
+            self.norms.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -136,6 +142,8 @@ class TritonLora:
             self.rows.clear()
         if self.vectors is not None:
             self.vectors.clear()
+        if self.norms is not None:
+            self.norms.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
         self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
@@ -24,6 +25,7 @@ class ReferenceLora:
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
         self.rows: RowBank | None = None
         self.vectors: VectorBank | None = None
+        self.norms: NormBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -36,6 +38,8 @@ class ReferenceLora:
             self.rows.put(slot, adapter.rows)
         if self.vectors is not None:
             self.vectors.put(slot, adapter.vectors)
+        if self.norms is not None:
+            self.norms.put(slot, adapter.norms)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
@@ -44,6 +48,8 @@ class ReferenceLora:
             self.rows.begin(slots)
         if self.vectors is not None:
             self.vectors.begin(slots)
+        if self.norms is not None:
+            self.norms.begin(slots)
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [

@@ -1,0 +1,156 @@
+"""Norms that adapters replace: `modules_to_save` of norms between a model's layers.
+
+A norm is known by its gains: `with_norms` makes a decoder whose operations look up, for the gains they are given, what
+the adapters of the step have in their place, and normalize the tokens of these once more. Steps with such adapters are
+launched from the host, which knows the tokens of each slot; other decoders contain none of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.families import TensorNames, family_of
+from penstock.engine.models.layers.absent import NoMixer
+from penstock.engine.models.layers.side_by_side import SideBySide
+
+Norm = tuple[int | None, str]
+"""A layer, counted in this process's part of the model, and the module in it; None: the one behind all layers."""
+_IN_LAYER = ("mixer_norm", "feed_forward_norm", "mixer_out_norm", "feed_forward_out_norm")
+
+
+def norms_in_layer(names: TensorNames) -> frozenset[str]:
+    """What a family calls the norms of a layer."""
+    return frozenset(getattr(names, attribute) for attribute in _IN_LAYER) - {""}
+
+
+class NormBank:
+    """The gains of all slots. `begin` is that of `LoraKernel`."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._held: list[Mapping[Norm, Tensor] | None] = [None] * slots
+        self._device = device
+        self._groups: list[tuple[Mapping[Norm, Tensor], Tensor | None]] = []
+        self._known: dict[int, Norm] = {}
+        self._kept: list[Tensor] = []
+        """Keeps what is known by its identity."""
+
+    def put(self, slot: int, norms: Mapping[Norm, Tensor] | None) -> None:
+        """Bring the gains of an adapter into a slot."""
+        self._held[slot] = norms and {at: gains.to(self._device, non_blocking=True) for at, gains in norms.items()}
+
+    def begin(self, slots: np.ndarray) -> None:
+        self._groups = []
+        for slot in np.unique(slots[slots >= 0]).tolist() if any(self._held) else ():
+            held = self._held[slot]
+            if held:
+                of = np.flatnonzero(slots == slot)
+                self._groups.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
+
+    def clear(self) -> None:
+        """The coming step is captured: it replaces nothing."""
+        self._groups = []
+
+    def know(self, norm: Norm, gains: Tensor | None) -> None:
+        if gains is not None:
+            self._known[id(gains)] = norm
+            self._kept.append(gains)
+
+    def replaced(self, gains: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """What the step has in place of a norm's gains: gains, and the tokens that have them; None: all."""
+        if gains is None or not self._groups:
+            return []
+        at = self._known.get(id(gains))
+        found = ((held.get(at), tokens) for held, tokens in self._groups) if at is not None else ()
+        return [(own.to(gains.dtype), tokens) for own, tokens in found if own is not None]
+
+
+class NormOps:
+    """Operations whose norms are those of each token's adapter; see `ActivationOps`."""
+
+    def __init__(self, base: Any, bank: NormBank) -> None:
+        self._base = base
+        self._bank = bank
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # of a copy that is not whole yet
+        return getattr(self._base, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NormOps) and self._base == other._base and self._bank is other._bank
+
+    __hash__ = object.__hash__
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Any:
+        y = self._base.rms_norm(x, weight, eps, dtype)
+        self._again(y, x, weight, eps)
+        return y
+
+    def add_rms_norm(
+        self, x: Any, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
+    ) -> Any:
+        added = []
+        for gains, tokens in self._bank.replaced(x_weight):
+            rows = slice(None) if tokens is None else tokens
+            normed = self._base.rms_norm(x[rows].contiguous(), gains, eps)
+            added.append((rows, residual[rows] + normed.to(residual.dtype)))
+        y = self._base.add_rms_norm(x, residual, weight, eps, x_weight)
+        for rows, stream in added:
+            residual[rows] = stream
+            if weight is not None:
+                y[rows] = self._base.rms_norm(stream.contiguous(), weight, eps, y.dtype)
+            else:
+                y[rows] = stream.to(y.dtype)
+        self._again(y, residual, weight, eps)
+        return y
+
+    def _again(self, y: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
+        for gains, tokens in self._bank.replaced(weight):
+            rows = slice(None) if tokens is None else tokens
+            y[rows] = self._base.rms_norm(x[rows].contiguous(), gains, eps, y.dtype)
+
+
+class _WithOps:
+    """A feed-forward behind other norms."""
+
+    def __init__(self, base: Any, ops: Any) -> None:
+        self._base = base
+        self.ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._base, name)
+
+
+def with_norms(decoder: Decoder, bank: NormBank) -> Decoder:
+    """`decoder`, whatever ranks it is connected to, with the norms of the step's adapters; nothing in it is fused."""
+
+    def normed(ops: Any) -> Any:
+        inside = getattr(ops, "with_inner", None)  # sums over ranks come before the norms
+        return NormOps(ops, bank) if inside is None else inside(lambda inner: NormOps(inner, bank))
+
+    names = family_of(decoder.config.family).names
+    bank.know((None, names.final_norm), decoder.final_norm)
+    layers: list[DecoderLayer] = []
+    for number, layer in enumerate(decoder.layers):
+        for attribute in reversed(_IN_LAYER):  # gains that are those of two norms have the name of the first
+            bank.know((number, getattr(names, attribute)), getattr(layer, attribute))
+        if isinstance(layer.mixer, NoMixer):  # a layer of one part has one norm
+            bank.know((number, names.mixer_norm), layer.feed_forward_norm)
+        mixer: Any = layer.mixer
+        if isinstance(mixer, SideBySide):
+            parts: Any = {"attention": mixer.attention, "mamba": mixer.mamba}
+            parts = {name: dataclasses.replace(part, ops=normed(part.ops)) for name, part in parts.items()}
+            mixer = dataclasses.replace(mixer, **parts)
+        mixer = dataclasses.replace(mixer, ops=normed(mixer.ops))
+        feed_forward: Any = _WithOps(layer.feed_forward, normed(layer.feed_forward.ops))
+        layers.append(dataclasses.replace(layer, mixer=mixer, feed_forward=feed_forward))
+    return dataclasses.replace(decoder, ops=normed(decoder.ops), layers=layers, fused_up_to=0)
