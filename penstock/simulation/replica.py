@@ -21,6 +21,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.pace import Pace
 from penstock.engine.request import EngineInfo, EngineLoad, FinishReason
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
@@ -115,7 +116,7 @@ class Replica:
             token_budget=spec.token_budget,
             max_model_len=spec.window,
             batches=spec.batches,
-            target_gap_s=spec.target_gap_s,
+            pace=Pace(spec.target_gap_s),
         )
         self.info = info_of(spec)
         self.load = EngineLoad(total_blocks=spec.num_blocks)

@@ -15,7 +15,8 @@ from penstock.engine.request import Delta, Request, SamplingParams
 
 def make_engine(folder: Path, grammars: MakeCompiler | None = None, **settings: Any) -> Engine:
     # The models are so small that more threads would only wait for each other.
-    settings = {"device": "cpu", "dtype": "float32", "threads": 1, **settings}
+    # How a step is cut must not depend on how busy the machine is.
+    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "target_gap_ms": 1e6, **settings}
     return Engine.load(EngineConfig(model=str(folder), **settings), grammars=grammars)
 
 

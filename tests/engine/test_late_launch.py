@@ -17,6 +17,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.pace import Pace
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.runner.step import PendingStep
@@ -75,7 +76,7 @@ def engine(device: Device) -> Engine:
         max_running=64,
         token_budget=BUDGET,
         max_model_len=60_000,
-        default_gap_s=0.03,
+        pace=Pace(0.03, yields=True),
     )
     info = EngineInfo("m", "i", 60_000, 100, 16, 4096, 64, "cuda:0", "bfloat16")
     runner = SimpleNamespace(run=device.run, backend=SimpleNamespace(memory=None))

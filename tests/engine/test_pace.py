@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
-from penstock.engine.pace import LEAST, MARGIN, Pace
+from penstock.engine.pace import LEAST, MARGIN, Pace, PromptBudget
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Scheduler
@@ -93,7 +93,7 @@ class World:
         self.now = 0.0
         allocator = BlockAllocator(BlockPool(8001), 16)
         self.scheduler = Scheduler(
-            allocator, max_running=64, token_budget=8448, max_model_len=32_768, target_gap_s=target_s
+            allocator, max_running=64, token_budget=8448, max_model_len=32_768, pace=Pace(target_s)
         )
         self.took: list[tuple[Batch, float]] = []
 
@@ -205,3 +205,16 @@ def test_a_step_that_is_computed_while_it_is_launched_counts_in_full(
     generate(engine, greedy("prompt", [7] * 32, 4))
     assert engine.scheduler.pace.expected(1, []) == pytest.approx(0.1)
     assert engine.scheduler.pace.expected(1, [(0, 32)]) == pytest.approx(0.42, rel=0.1)
+
+
+@pytest.mark.parametrize(("tile", "tokens"), [(128, 256), (32, 288)])
+def test_prompts_are_cut_to_tiles_of_the_device(tile: int, tokens: int) -> None:
+    pace = Pace(0.4, tile=tile)
+    pace.observe(1, [], 0.05)
+    pace.observe(1, [(0, 100)], 0.15)
+    assert PromptBudget(pace, pace.budget(1, None)).fit(0, 512) == tokens
+
+
+def test_engines_on_cpu_hold_a_target_whatever_waits(tmp_path: Path) -> None:
+    pace = make_engine(write_checkpoint("llama-gqa", tmp_path), target_gap_ms=None).scheduler.pace
+    assert (pace.target_s, pace.yields, pace.tile) == (0.5, False, 32)

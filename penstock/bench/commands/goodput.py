@@ -70,10 +70,10 @@ def goodput(
     )
     results: list[open_loop.Goodput] = []
     pace = engine.scheduler.pace
-    default_s = pace.target_s
+    default_s, default_yields = pace.target_s, pace.yields
     for wanted in target or ["off", "default", f"{slo_gap:g}"]:
-        pace.yields = wanted == "default"
-        if pace.yields:
+        pace.yields = wanted == "default" and default_yields
+        if wanted == "default":
             pace.target_s = default_s
         else:
             pace.target_s = None if wanted == "off" else float(wanted) / 1e3

@@ -100,7 +100,9 @@ class Packer:
         self._dtype = dtype
         self._pin = pin
         self._content = hashlib.blake2b(str(dtype).encode(), digest_size=16)
-        self._places: dict[str, tuple[int, range]] = {}
+        self._places: dict[str, list[tuple[int, range]]] = {}
+        """Sites by the names of modules, and which parts of them these are; dense layers may have a name that experts
+        have in others."""
         self._stacks: dict[str, list[int]] = {}
         self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
         self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
@@ -110,11 +112,11 @@ class Packer:
             if site.end:
                 continue
             for part, module in enumerate(site.modules):
-                self._places.setdefault(module, (index, range(part, part + 1)))
+                self._places.setdefault(module, []).append((index, range(part, part + 1)))
             for alias in site.aliases:
-                self._places.setdefault(alias, (index, range(1)))
+                self._places.setdefault(alias, []).append((index, range(1)))
             if site.fused:
-                self._places[site.fused] = (index, range(len(site.modules)))
+                self._places.setdefault(site.fused, []).insert(0, (index, range(len(site.modules))))
             for path in site.stack.paths if site.stack is not None else ():
                 self._stacks.setdefault(path.rpartition(".")[0], []).append(index)
 
@@ -186,11 +188,16 @@ class Packer:
         others = site.modules if len(site.modules) == 1 else ()
         return Changed(layer, index, parts, (module, *others, *site.aliases))
 
+    def _place_of(self, layer: int, module: str) -> tuple[int, range]:
+        """Of a module that some layer has: the one in this layer, if it is in it."""
+        places = self._places[module]
+        return next((place for place in places if self.cut.whole.sites[place[0]].is_in(layer)), places[0])
+
     def _biased(self, layer: int | None, module: str) -> Changed | None:
         """The linear whose bias that is; None: adapters may not change it."""
         if layer is None or layer >= self.cut.whole.layers or module not in self._places:
             return None
-        index, parts = self._places[module]
+        index, parts = self._place_of(layer, module)
         site = self.cut.whole.sites[index]
         if site.experts or not site.is_in(layer):
             return None
@@ -256,7 +263,7 @@ class Packer:
         path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
         parameter = "weight"
         if named in self._places:
-            index, parts = self._places[named]
+            index, parts = self._place_of(layer, named)
             target = _Target(layer, module, path, index, parts, None if numbered is None else int(numbered[2]))
         else:
             path = path.replace(_NESTED, "")

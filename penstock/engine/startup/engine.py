@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.interface import StepDefaults
 from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
@@ -30,6 +31,7 @@ from penstock.engine.kv.pool import BlockPool
 from penstock.engine.kv.states import StateStore
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.pace import Pace
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
@@ -126,8 +128,7 @@ def _assemble(
         max_model_len=part.max_model_len,
         adapters=adapters.pool if adapters is not None else None,
         batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
-        target_gap_s=None if config.target_gap_ms is None else config.target_gap_ms / 1e3,
-        default_gap_s=part.backend.defaults.gap_s,
+        pace=_pace(config, part.backend.defaults),
     )
     runner = Runner(
         part.backend,
@@ -243,6 +244,12 @@ def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
     if adapters is not None:
         lead_adapted(decoder, adapters)
     return decoder
+
+
+def _pace(config: EngineConfig, defaults: StepDefaults) -> Pace:
+    if config.target_gap_ms is not None:
+        return Pace(config.target_gap_ms / 1e3, tile=defaults.prompt_tile)
+    return Pace(defaults.gap_s, yields=defaults.gap_yields, tile=defaults.prompt_tile)
 
 
 def _allocator(config: EngineConfig, part: Part, behind: Behind) -> BlockAllocator:

@@ -15,6 +15,7 @@ from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.peft_config import RULES
 from penstock.engine.models.families import read_config
 from penstock.errors import CheckpointError
+from tests import parts
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import Reference, write_checkpoint
 
@@ -126,8 +127,7 @@ def test_a_switch_that_nobody_knows_is_refused(base: Path, layout: AdapterLayout
 
 @pytest.mark.slow
 def test_what_is_loaded_equals_peft(base: Path, tmp_path: Path) -> None:
-    """Needs peft, which is not among the test requirements."""
-    peft = pytest.importorskip("peft")
+    peft = parts.library("peft")
     assert {key for key in peft.LoraConfig().to_dict() if key != "runtime_config"} == set(DEFAULTS)
     from penstock.engine.adapters.spec import AdapterSpec
     from tests.engine.adapters.files import merge

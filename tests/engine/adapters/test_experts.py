@@ -14,6 +14,7 @@ from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import read_config
 from penstock.errors import CheckpointError
+from tests import parts
 from tests.engine.adapters.expert_files import merge_experts, write_expert_adapter
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
 from tests.engine.harness import assert_idle, generate, make_engine
@@ -113,8 +114,7 @@ def test_adapters_of_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None
     ],
 )
 def test_adapters_of_experts_that_peft_saves(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
-    """Needs peft, which is not among the test requirements."""
-    peft = pytest.importorskip("peft")
+    peft = parts.library("peft")
     base = write_checkpoint(family, tmp_path / "base")
     plain, merged = Reference(base), Reference(base)
     theirs = peft.get_peft_model(merged.model, peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **settings))

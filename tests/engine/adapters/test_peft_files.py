@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.engine.adapters.spec import AdapterSpec
+from tests import parts
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
 from tests.engine.harness import generate, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
@@ -61,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def write(folder: Path, base: Path, *, resized: int | None = None, **config: Any) -> Any:
     """An adapter whose matrices are all changed, as if trained; the model that has it."""
-    peft = pytest.importorskip("peft")
+    peft = parts.library("peft")
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(len(folder.name))

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.pace import TILE
+
 
 class Staging(Protocol):
     """Brings small host arrays to the device without waiting."""
@@ -122,7 +124,11 @@ class StepDefaults:
     token_budget: int
     encoder_token_budget: int
     gap_s: float | None = None
-    """The gap between tokens that running streams keep while few prompts wait; None: no bound."""
+    """The gap between tokens that running streams keep; None: no bound."""
+    gap_yields: bool = True
+    """Whether prompts that wait long go before it: not where short pieces of them cost hardly more than long ones."""
+    prompt_tile: int = TILE
+    """Prompts that are cut short for it are cut to a multiple of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
