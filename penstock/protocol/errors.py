@@ -125,7 +125,7 @@ class ContextLengthExceeded(InvalidRequest):
                 f"({prompt_tokens} in the prompt, {max_tokens} for the completion)"
             )
             remedy = "Shorten the prompt or ask for fewer tokens."
-        super().__init__(f"This model's context length is {limit} tokens, but {asked}. {remedy}", param=param)
+        super().__init__(f"This model's maximum context length is {limit} tokens, but {asked}. {remedy}", param=param)
         self.limit = limit
         self.prompt_tokens = prompt_tokens
 

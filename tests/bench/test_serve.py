@@ -100,7 +100,7 @@ async def test_refused_requests_are_errors_with_their_reason(engine: Engine, tex
         _, tally = await bench.measure(replace(settings, url=url), None, QUIET)
     ((what, count),) = tally.errors.items()
     assert count == 10
-    assert what.startswith("HTTP 400 context_length_exceeded: This model's context length is 256 tokens")
+    assert what.startswith("HTTP 400 context_length_exceeded: This model's maximum context length is 256 tokens")
     assert not tally.latency
 
 

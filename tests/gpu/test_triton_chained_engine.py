@@ -15,6 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from test_triton_chained_step import offered  # noqa: E402
+
 from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
 from penstock.engine.backends.cuda import ops  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
@@ -64,7 +66,7 @@ def _compare(one: tuple[list[int], list[float]], other: tuple[list[int], list[fl
 
 
 def test_greedy_equals_the_reference() -> None:
-    if not ON_DEVICE:
+    if not ON_DEVICE or not offered():
         return
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +86,7 @@ def test_greedy_equals_the_reference() -> None:
 
 def test_probabilities_with_chains_and_without() -> None:
     """Also with FP8 weights, biases and an FP8 cache; in sizes whose rows do not divide among the programs."""
-    if not ON_DEVICE:
+    if not ON_DEVICE or not offered():
         return
     sizes = {"hidden_size": 320, "intermediate_size": 1200, "num_attention_heads": 10, "num_key_value_heads": 2}
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +105,7 @@ def test_probabilities_with_chains_and_without() -> None:
 
 def test_adapters_speculation_and_sleep() -> None:
     """Adapters of query, key and value cut chains before these; other adapters leave none."""
-    if not ON_DEVICE:
+    if not ON_DEVICE or not offered():
         return
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint("llama-gqa", Path(folder) / "base", spread=SPREAD)

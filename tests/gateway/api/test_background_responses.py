@@ -262,9 +262,13 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         await store.background.keep("me", 20.0, [("resp_2", response)], [("resp_2", 2, chunks[1])])
         await store.background.keep("me", 20.0, [], [("resp_2", 2, chunks[1] + chunks[2])])
         whole = split_events(b"".join(chunks))
-        for after in range(-1, 5):
+        for after in range(-1, 4):
             assert await store.background.events("resp_2", after) == whole[after + 1 :]
-        assert await store.background.end("resp_2", None, response) and await store.delete("resp_2", "t")
+        now[0] += 30.0
+        assert not await store.background.running("resp_2")
+        (failed,) = await store.background.events("resp_2", 3)
+        assert failed.startswith(b"event: response.failed") and b'"sequence_number":4' in failed
+        assert await store.background.events("resp_2", 4) == [] and await store.delete("resp_2", "t")
         assert not await store.background.recorded("resp_2")
     finally:
         await database.close()

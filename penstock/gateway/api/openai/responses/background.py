@@ -47,6 +47,7 @@ BEAT_S = 1.0
 POLL_S = 0.25
 """How often events that another gateway stores are looked for."""
 _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
+_AWAY = "The store of responses cannot be reached at the moment."
 SHUTDOWN = ("server_shutdown", "The server was shut down before this response was finished. Send the request again.")
 
 Answerer = Callable[[Exchange], Awaitable[None]]
@@ -185,10 +186,16 @@ class BackgroundResponses:
         """The events of a response as they come, from the one behind `after` on."""
         await exchange.start_stream()
         await exchange.write(Renderer.keep_alive)  # the head goes out with it: the first event may take a while
-        async with aclosing(self._events(id, after)) as found:
-            async for events in found:
-                await exchange.write(events or Renderer.keep_alive)
-        await exchange.end_stream()
+        try:
+            async with aclosing(self._events(id, after)) as found:
+                async for events in found:
+                    await exchange.write(events or Renderer.keep_alive)
+        except DatabaseError as error:
+            log.warning("events of a response in the background cannot be read: %s", error, extra={"response": id})
+            problem = {"type": "error", "code": "server_error", "message": _AWAY, "param": None}
+            await exchange.end_stream(b"event: error\ndata: " + encode_json(problem) + b"\n\n")
+        else:
+            await exchange.end_stream()
 
     async def recorded(self, id: str) -> bool:
         """Whether the events of a response are kept."""
@@ -228,7 +235,7 @@ class BackgroundResponses:
                 events=b"".join(events) if run.stream else b"",
             )
         except DatabaseError as error:
-            raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error
+            raise ServiceUnavailable(_AWAY) from error
         run.id = id
         run.record(events)
         run.stored_events = len(run.events)
@@ -245,7 +252,7 @@ class BackgroundResponses:
                     run.record(last)
         except DatabaseError as error:
             run.ended = False
-            raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error
+            raise ServiceUnavailable(_AWAY) from error
 
     def _check_room(self, tenant: str) -> None:
         if len(self._tasks) >= MOST:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.storage import Database, Statement
 
@@ -102,18 +103,28 @@ class BackgroundStore:
             "status": "failed",
             "error": {"code": "server_error", "message": LOST},
         }
-        await self._database.execute(
-            "UPDATE responses SET owner = '', response = ? WHERE id = ? AND owner = ? AND leased_until <= ?",
-            msgspec.json.encode(failed).decode(),
-            id,
-            owner,
-            self._clock(),
+        statements: list[Statement] = [
+            (
+                "UPDATE responses SET owner = '', response = ? WHERE id = ? AND owner = ? AND leased_until <= ?",
+                (msgspec.json.encode(failed).decode(), id, owner, self._clock()),
+            )
+        ]
+        last = await self._database.fetch(
+            "SELECT first, events FROM response_events WHERE response = ? ORDER BY first DESC LIMIT 1", id
         )
+        if last:  # the stream of its events has an end too
+            number = int(last[0][0]) + len(split_events(str(last[0][1]).encode()))
+            statements.append(self._chunk(id, number, encode_event(("response.failed", {"response": failed}), number)))
+        await self._database.transact(statements, guarded=True)
 
     async def running(self, id: str) -> bool:
+        """Whether it waits or is generated; one whose owner is gone is ended."""
         rows = await self._database.fetch(
-            "SELECT 1 FROM responses WHERE id = ? AND owner != '' AND leased_until > ?", id, self._clock()
+            "SELECT owner, leased_until, response FROM responses WHERE id = ? AND owner != ''", id
         )
+        if rows and rows[0][1] <= self._clock():
+            await self.abandon(id, str(rows[0][0]), str(rows[0][2]))
+            return False
         return bool(rows)
 
     async def events(self, id: str, after: int) -> list[bytes]:
