@@ -146,6 +146,7 @@ class Engine:
         self._lingers = self._depth == 1 and not self._pipelined and speculation is None
         """Whether launches are put off; see `spare_s`."""
         self._catches_up = True
+        self._closed = False
 
     @classmethod
     def load(
@@ -167,7 +168,10 @@ class Engine:
 
     def close(self, save_s: float = SAVE_S) -> None:
         """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards. `save_s`:
-        most time for saving what outlives it."""
+        most time for saving what outlives it. Nothing happens the second time: its files may be another's by then."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.save(save_s)
         except Exception:  # a rank is lost; files and locks are closed all the same

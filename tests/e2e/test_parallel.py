@@ -23,8 +23,9 @@ def ranks(engine: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> None:
-    patient = ("resilience.resume_s=120", "generation.time_limit_s=300")
+    patient = ("resilience.resume_s=120", "generation.time_limit_s=400")
     server = Server("--tensor-parallel", "3", *(word for setting in patient for word in ("--set", setting)))
     try:
         server.wait_for("curl http")
@@ -35,14 +36,14 @@ def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> No
 
         replies: list[httpx.Response] = []
         running = threading.Thread(
-            target=lambda: replies.append(server.ask(timeout_s=180, max_tokens=200, ignore_eos=True)), daemon=True
+            target=lambda: replies.append(server.ask(timeout_s=400, max_tokens=200, ignore_eos=True)), daemon=True
         )
         running.start()
         time.sleep(2.0)
         os.kill(before[0], signal.SIGKILL)
         server.wait_for("is gone (killed by SIGKILL)")
         server.wait_for("up on 3 ranks", times=2)
-        running.join(180)
+        running.join(400)
         (reply,) = replies
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] == 200, "it went on with the new ranks"
@@ -54,8 +55,9 @@ def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_with_rank_restarts_a_killed_rank_is_replaced_alone() -> None:
-    settings = ("models.0.rank_restarts=1", "generation.time_limit_s=300")
+    settings = ("models.0.rank_restarts=1", "generation.time_limit_s=400")
     server = Server("--tensor-parallel", "3", *(word for setting in settings for word in ("--set", setting)))
     try:
         server.wait_for("curl http")
@@ -82,6 +84,7 @@ def running_requests(server: Server) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ranks_share_a_draft_model_and_sleep_with_it() -> None:
     """The default model as its own draft: every draft token of it is right. Asleep, the ranks are gone."""
     settings = ("speculation=draft", "draft_model=smollm2-135m")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,6 @@ def test_sequences_that_are_aborted_leave_nothing(folder_of: Folders, tmp_path: 
             drain(engine)
             assert_idle(engine)
         sleeper = EngineSleep(engine.config, Engine.load)
-        engine = sleeper.wake(sleeper.sleep(engine))
-        assert converse(engine, alone, "after a sleep") == [96] * CONVERSATIONS
-        assert engine.load_snapshot().disk_hit_tokens > 0
+        with closing(sleeper.wake(sleeper.sleep(engine))) as woken:
+            assert converse(woken, alone, "after a sleep") == [96] * CONVERSATIONS
+            assert woken.load_snapshot().disk_hit_tokens > 0
