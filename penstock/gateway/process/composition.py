@@ -384,6 +384,7 @@ async def compose(
                 lease_s=settings.gateway_timeout_s,
                 metrics=metrics.registry,
             )
+            drain.on_begin(detached.hold)
             closing(detached.close)
         chats = None if stores is None else stores.chats
 

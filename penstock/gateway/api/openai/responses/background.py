@@ -122,6 +122,7 @@ class BackgroundResponses:
         self._lease_s = lease_s
         self._name = uuid.uuid4().hex
         self._answer: Answerer | None = None
+        self._held = False
         self._tasks: dict[BackgroundRun, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -147,6 +148,12 @@ class BackgroundResponses:
         """`answer` answers the requests that generate responses."""
         self._answer = answer
         self._keeper = asyncio.create_task(self._keep(), name="keeper of background responses")
+
+    def hold(self) -> None:
+        """The gateway drains: what is generated may finish, what has no place gets none."""
+        self._held = True
+        for run in self._tasks:
+            run.woken.set()
 
     async def close(self) -> None:
         """End what still runs, and say so in the store."""
@@ -215,6 +222,7 @@ class BackgroundResponses:
             if run.id == id:
                 run.ended = True
                 run.aborted.set()
+                run.woken.set()
 
     async def accept(self, run: BackgroundRun, head: dict[str, Any], record: ResponseRecord) -> None:
         """A response has a place, or waits for one: from now on it exists for clients."""
@@ -278,15 +286,16 @@ class BackgroundResponses:
                 await self._answer(request.exchange)
                 run.reply = request.reply
                 attempt += 1
-                pause = None if run.begun or run.ended else _pause(run.reply, attempt)
+                problem = _problem(run.reply)
+                pause = None if run.begun or run.ended or self._held else _pause(run.reply, attempt)
                 if not run.id or pause is None or time.monotonic() + pause > deadline:
                     break
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(run.aborted.wait(), pause)
-                if run.aborted.is_set():
+                    await asyncio.wait_for(run.woken.wait(), pause)
+                    problem = SHUTDOWN
                     break
             if run.id and not run.ended:
-                await self._failed(run, *_problem(run.reply))
+                await self._failed(run, *problem)
         except asyncio.CancelledError:
             if run.id and not run.ended:
                 await self._failed(run, *SHUTDOWN)

@@ -39,6 +39,8 @@ class BackgroundRun:
         """Set to the headers about the answer, with which the client is told that it was."""
         self.ignored: list[str] = []
         self.aborted = asyncio.Event()
+        self.woken = asyncio.Event()
+        """Set where it must not wait for a place any longer."""
         self.events: list[bytes] = []
         """All of them, by sequence number, if they are kept."""
         self.stored_events = 0
