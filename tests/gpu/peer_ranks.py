@@ -30,6 +30,11 @@ import torch.distributed as dist  # noqa: E402
 from penstock.engine.backends.cuda import peer_memory  # noqa: E402
 from penstock.engine.backends.cuda.kernels import peers as kernels  # noqa: E402
 
+JOBS = int(os.environ.get("PENSTOCK_GPU_JOBS", "1"))
+"""Processes that share the tests (`run.py --jobs`): all compile kernels, and whatever one does may take longer so many
+times."""
+PATIENCE_S = 80 * JOBS
+"""Ranks that take longer hang. Less than a whole test may take, so that the failure names them."""
 SIZES = [(tokens, hidden) for tokens in (1, 8, 64) for hidden in (4096, 8192)]
 
 
@@ -44,7 +49,7 @@ def mps() -> Iterator[dict[str, str] | None]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         here = os.environ | environment
-        started = subprocess.run([control, "-d"], env=here, capture_output=True, text=True, timeout=20)
+        started = subprocess.run([control, "-d"], env=here, capture_output=True, text=True, timeout=20 * JOBS)
         if started.returncode:
             print(f"MPS does not start: {started.stdout}{started.stderr}", flush=True)
             yield None
@@ -55,10 +60,12 @@ def mps() -> Iterator[dict[str, str] | None]:
             for log in Path(folder).glob("*.log"):
                 lines = [line for line in log.read_text().splitlines() if "rror" in line or "ail" in line]
                 print("\n".join(lines[-5:]), flush=True)
-            subprocess.run([control], input="quit\n", text=True, env=here, capture_output=True, timeout=20)
+            subprocess.run([control], input="quit\n", text=True, env=here, capture_output=True, timeout=20 * JOBS)
 
 
-def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = 80, *args: int) -> Any:
+def spawn(
+    work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = PATIENCE_S, *args: int
+) -> Any:
     """Run `work` on `size` ranks, a process each; what rank 0 returns."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, work, folder, str(size)]
@@ -86,7 +93,7 @@ class Meeting:
         torch.cuda.set_device(self.device)
         regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
         assert regions is not None, "the ranks cannot open each other's memory"
-        self.peers = kernels.Peers(regions, rank, self.device, 20.0, size)
+        self.peers = kernels.Peers(regions, rank, self.device, 20.0 * JOBS, size)
         self._turns = 0
 
     def together(self) -> None:

@@ -31,6 +31,7 @@ from penstock.engine.sleep.offload import offload  # noqa: E402
 from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
 from tests.engine.harness import assert_idle, carry, generate, greedy, make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
+from tests.gpu.peer_ranks import JOBS  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -42,10 +43,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+WATCHDOG_S = 60.0 * JOBS
 
 
 def load(config: dict[str, Any], ranks: int, dtype: torch.dtype, stages: int = 1, **settings: Any) -> Engine:
-    given = {"device": "cuda", "dtype": str(dtype).removeprefix("torch."), **settings}
+    given = {"device": "cuda", "dtype": str(dtype).removeprefix("torch."), "watchdog_s": WATCHDOG_S, **settings}
     if ranks * stages > 1:
         devices = ("cuda:0",) * (ranks * stages)
         given |= {"tensor_parallel": ranks, "pipeline_parallel": stages, "devices": devices}
@@ -131,6 +133,7 @@ def engine_sleep(ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint("llama-gqa", Path(folder))
         small: dict[str, Any] = {"device": "cuda", "max_running": 8, "num_blocks": 20_000, "token_budget": 128}
+        small["watchdog_s"] = WATCHDOG_S
         asked = [dataclasses.replace(request, prompt=[i % 199 for i in request.prompt]) for request in requests()]
         engine = make_engine(path, **small)
         expected = generate(engine, *asked)
@@ -165,7 +168,7 @@ def engine_blocks(ranks: int, own_sequences: int = 0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         family, host = ("qwen3-moe", 14) if own_sequences else ("llama-gqa", 28)
         path = write_checkpoint(family, Path(folder) / "model", spread=0.5)
-        small: dict[str, Any] = {"device": "cuda", "max_running": 4, "num_blocks": 200}
+        small: dict[str, Any] = {"device": "cuda", "max_running": 4, "num_blocks": 200, "watchdog_s": WATCHDOG_S}
         grid: dict[str, Any] = {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
         if own_sequences:
             grid |= {"expert_parallel": True, "attention_parallel": "data", "expert_rebalance_s": 0.0}

@@ -26,7 +26,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 90
-"""A test that takes longer hangs: say where, and stop. Several processes have this times their number."""
+"""A test that takes longer hangs: say where, and stop. Several processes have this times their number, and so do the
+ranks that tests start (`peer_ranks`, which learns the number from `PENSTOCK_GPU_JOBS`)."""
 LONGEST = (
     "moe",
     "capture.",
@@ -116,7 +117,9 @@ def share_tests(options: argparse.Namespace, labels: list[str], seed: int) -> li
         ]
         for word in options.only:
             command += ["--only", word]
-        environment = dict(os.environ, OMP_NUM_THREADS="1", PENSTOCK_SEED=str(seed))
+        environment = dict(
+            os.environ, OMP_NUM_THREADS="1", PENSTOCK_SEED=str(seed), PENSTOCK_GPU_JOBS=str(options.jobs)
+        )
         workers = [subprocess.Popen(command, env=environment) for _ in range(options.jobs)]
         for worker in workers:
             worker.wait()

@@ -35,7 +35,7 @@ def test_nccl_groups_of_one_sum_gather_and_can_be_captured() -> None:
     """In a process of its own, which ends without taking the group down: that can wait for ever."""
     if ON_DEVICE:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, __file__, "nccl"], check=True, timeout=60, env=environment)
+        subprocess.run([sys.executable, __file__, "nccl"], check=True, timeout=60 * peer_ranks.JOBS, env=environment)
 
 
 def nccl() -> None:
@@ -66,7 +66,7 @@ def test_sums_gathers_and_broadcasts_over_peer_memory() -> None:
     if ON_DEVICE:
         for size in (2, 4):
             with peer_ranks.mps() as environment:
-                assert peer_ranks.spawn("check_collectives", size, environment, 60) > 40
+                assert peer_ranks.spawn("check_collectives", size, environment) > 40
     elif MODE == "interpret":
         interpreted_peers()
     else:
@@ -136,7 +136,7 @@ def answer_like_one(size: int, stages: int = 1) -> None:
     if not ON_DEVICE:
         return
     with peer_ranks.mps() as environment:
-        found = peer_ranks.spawn("engine_tokens", 1, environment, 80, size, stages)
+        found = peer_ranks.spawn("engine_tokens", 1, environment, peer_ranks.PATIENCE_S, size, stages)
     assert found["captured"] == (stages == 1) and (found["replays"] > 20 or stages > 1), found["replays"]
     assert found["got"] == found["again"], "the same twice: sums are made in one order"
     assert_alike(found["got"], found["expected"])
@@ -148,7 +148,7 @@ def test_two_ranks_on_one_gpu_serve_adapters_like_one() -> None:
     if not ON_DEVICE:
         return
     with peer_ranks.mps() as environment:
-        found = peer_ranks.spawn("engine_adapters", 1, environment, 80, 2)
+        found = peer_ranks.spawn("engine_adapters", 1, environment, peer_ranks.PATIENCE_S, 2)
     assert_alike(found["got"], found["expected"])
 
 
@@ -157,7 +157,7 @@ def test_two_ranks_on_one_gpu_draft_and_sleep() -> None:
     if not ON_DEVICE:
         return
     with peer_ranks.mps() as environment:
-        found = peer_ranks.spawn("engine_sleep", 1, environment, 80, 2)
+        found = peer_ranks.spawn("engine_sleep", 1, environment, peer_ranks.PATIENCE_S, 2)
     assert_alike(found["got"], found["expected"])
     assert_alike(found["again"], found["got"])
     # Draft and target run in batches of different sizes, so a tie may fall either way now and then.
@@ -171,7 +171,7 @@ def test_blocks_of_two_ranks_on_one_gpu_leave_and_cross() -> None:
     if not ON_DEVICE:
         return
     with peer_ranks.mps() as environment:
-        found = peer_ranks.spawn("engine_blocks", 1, environment, 80, 2)
+        found = peer_ranks.spawn("engine_blocks", 1, environment, peer_ranks.PATIENCE_S, 2)
     for got in ("first", "again", "handed"):
         assert_alike(found[got], found["expected"])
     assert found["restored"] > 20 and found["read"] > 6 and found["blocks_in"] == 8 * 6, found
@@ -182,7 +182,7 @@ def test_blocks_of_ranks_with_sequences_of_their_own_leave_and_cross() -> None:
     if not ON_DEVICE:
         return
     with peer_ranks.mps() as environment:
-        found = peer_ranks.spawn("engine_blocks", 1, environment, 80, 2, 1)
+        found = peer_ranks.spawn("engine_blocks", 1, environment, peer_ranks.PATIENCE_S, 2, 1)
     for got in ("first", "again", "handed"):
         assert_alike(found[got], found["expected"])
     assert found["restored"] > 12 and found["read"] > 0 and found["blocks_in"] == 8 * 6, found
@@ -202,7 +202,7 @@ def bench_all_reduce() -> Iterator[Row]:
     with peer_ranks.mps() as environment:
         kind = "MPS" if environment is not None else "taking turns"
         for size in (2, 4):
-            for tokens, hidden, two_shot, us in peer_ranks.spawn("latency", size, environment, 80):
+            for tokens, hidden, two_shot, us in peer_ranks.spawn("latency", size, environment):
                 form = "two-shot" if two_shot else "one-shot"
                 yield f"{size} ranks, {kind}: {form} {tokens} x {hidden}", us, f"{tokens * hidden * 2 >> 10} KiB"
 

@@ -25,21 +25,25 @@ class Gathering:
         return 4096 if dtype == torch.float8_e4m3fn else 0
 
 
-def test_layers_that_see_everything_have_their_keys_gathered(tmp_path: Path) -> None:
+def test_which_layers_have_their_keys_gathered(tmp_path: Path) -> None:
     engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=4)
     decoder, kv = engine.runner.decoder, engine.runner.kv
     assert gathered_bytes(decoder, kv) == 0
     layer: Any = decoder.layers[0]
 
-    def taken(dtype: torch.dtype = torch.float8_e4m3fn, window: int | None = None, sinks: Any = None) -> int:
+    def taken(
+        dtype: torch.dtype = torch.float8_e4m3fn, window: int | None = None, sinks: Any = None, context: int = 0
+    ) -> int:
         heads = replace(layer.mixer.heads, window=window)
         mixer = replace(layer.mixer, attention_ops=Gathering(), heads=heads, sinks=sinks)
         cache = replace(kv.layers[0], k=kv.layers[0].k.to(dtype))
         other: Any = SimpleNamespace(layers=[replace(layer, mixer=mixer)])
-        return gathered_bytes(other, SimpleNamespace(layers=[cache]))  # type: ignore[arg-type]
+        return gathered_bytes(other, SimpleNamespace(layers=[cache]), context)  # type: ignore[arg-type]
 
-    assert taken() == 4096
-    assert taken(torch.bfloat16) == taken(window=64) == taken(sinks=torch.zeros(4)) == 0
+    assert taken() == taken(context=64) == 4096
+    assert taken(torch.bfloat16) == taken(sinks=torch.zeros(4)) == 0
+    assert taken(window=64) == taken(window=64, context=64) == 4096, "contexts inside the window are gathered"
+    assert taken(window=64, context=65) == 0
 
 
 def test_only_long_chunks_over_long_contexts_are_long() -> None:

@@ -29,11 +29,13 @@ class _GatheringOps(Protocol):
         ...
 
 
-def gathered_bytes(decoder: Decoder, kv: KVCache) -> int:
-    """What gathered keys and values take at most, beside what a step over a short context needs; 0 where none are."""
+def gathered_bytes(decoder: Decoder, kv: KVCache, context: int = 0) -> int:
+    """What gathered keys and values take at most, beside what a step over a short context needs; 0 where none are.
+    `context`: only of layers that see so many tokens. Those with a window have keys gathered where no context is longer
+    than it."""
     return max(
         (
-            _bytes_of(layer.mixer, cache)
+            _bytes_of(layer.mixer, cache, context)
             for layer, cache in zip(decoder.layers, kv.layers, strict=False)
             if isinstance(layer.mixer, Attention) and isinstance(cache, PagedKVCache)
         ),
@@ -45,8 +47,8 @@ def is_long(chunk: Chunk) -> bool:
     return chunk.length >= LONG_CHUNK and chunk.start + chunk.length >= LONG_CONTEXT
 
 
-def _bytes_of(mixer: Attention, cache: PagedKVCache) -> int:
-    ops = mixer.attention_ops
-    if mixer.heads.window is not None or mixer.sinks is not None or not isinstance(ops, _GatheringOps):
+def _bytes_of(mixer: Attention, cache: PagedKVCache, context: int) -> int:
+    ops, window = mixer.attention_ops, mixer.heads.window
+    if mixer.sinks is not None or not isinstance(ops, _GatheringOps) or (window is not None and window < context):
         return 0
     return ops.gathered_bytes(mixer.heads, cache.k.dtype)

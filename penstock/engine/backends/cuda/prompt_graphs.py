@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.capture import record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
-from penstock.engine.backends.cuda.long_prompts import gathered_bytes, is_long
+from penstock.engine.backends.cuda.long_prompts import LONG_CONTEXT, gathered_bytes, is_long
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.rehearsal import Short
 from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, by_name, state_batch, steps_have_states
@@ -191,7 +191,7 @@ class PromptGraphs:
         self._short = Short(decoder, kv)
         self.stateful = steps_have_states(decoder, kv)
         self._applies = all(isinstance(layer.mixer, _MIXERS) for layer in decoder.layers)
-        self._gathers = gathered_bytes(decoder, kv) > 0
+        self._gathers = gathered_bytes(decoder, kv, LONG_CONTEXT) > 0
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""
