@@ -6,11 +6,11 @@ A step that decodes and computes prompts takes about
 
 All three are measured while the engine runs: `base` in steps that only decode, per power of two of sequences; the
 other two by least squares over what steps with prompts took beyond their base, the last few hundred counting most. A
-target that is only a default yields where many prompts wait: then throughput matters more, and gaps are as long as
+target that is only a default may yield where many prompts wait: then throughput matters more, and gaps are as long as
 the token budget makes them. Until a step with prompts has been measured nothing is bounded. Prompts always get
 `LEAST` tokens of a step, so that a target that cannot be kept slows them down and does not stop them. Against a
-target that only a request asks for, they get at least as long as the decodes, so that no caller can slow down the
-prompts of others by more than that.
+default, and against a target that only a request asks for, they get at least as long as the decodes: a default that a
+model is too slow for must not stop its prompts, and no caller can slow down the prompts of others by more than that.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ _STALLED = 8.0
 class Pace:
     """Measures steps and bounds the prompt tokens of the next. Seconds throughout."""
 
-    def __init__(self, target_s: float | None = None, *, yields: bool = False, tile: int = TILE) -> None:
-        """`yields`: the target is a default, and gives way where many prompts wait. `tile`: see `TILE`."""
+    def __init__(
+        self, target_s: float | None = None, *, default: bool = False, yields: bool = False, tile: int = TILE
+    ) -> None:
+        """`default`: nobody has asked for the target: prompts get at least as long as the decodes. `yields`: it gives
+        way where many prompts wait. `tile`: see `TILE`."""
         self.target_s = target_s
         """For every stream; None: only for those that ask for one."""
+        self.default = default
         self.yields = yields
         self.tile = tile
         self.forget()
@@ -94,7 +98,7 @@ class Pace:
         base = self._base(decodes)
         left = math.inf
         if self.target_s is not None and not (self.yields and backlog * self._per_token > YIELDS_S):
-            left = max(self.target_s * MARGIN - base, 0.0)
+            left = max(self.target_s * MARGIN - base, base if self.default else 0.0)
         if own_target_s is not None:
             left = min(left, max(own_target_s * MARGIN - base, base))
         return left

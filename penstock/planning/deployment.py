@@ -23,6 +23,9 @@ BLOCK_SIZE = 16
 """Tokens of a KV block: the engine's default."""
 _MOST_RUNNING = {"cpu": 64, "gpu": 256}
 _TOKEN_BUDGET = {"cpu": 512, "gpu": 8448}
+_GAP_S = {"cpu": 0.5, "gpu": 0.03}
+_GAP_YIELDS = {"cpu": False, "gpu": True}
+_PROMPT_TILE = {"cpu": 32, "gpu": 128}
 """Defaults of the engine's backends."""
 
 
@@ -192,6 +195,21 @@ class Deployment:
     def step_tokens(self) -> int:
         """The token budget."""
         return self.token_budget or _TOKEN_BUDGET[self.device.kind]
+
+    @property
+    def gap_s(self) -> float:
+        """The gap between tokens that streams keep where no target is set."""
+        return _GAP_S[self.device.kind]
+
+    @property
+    def gap_yields(self) -> bool:
+        """Whether prompts that wait long go before that."""
+        return _GAP_YIELDS[self.device.kind]
+
+    @property
+    def prompt_tile(self) -> int:
+        """Prompts that are cut short for a gap are cut to a multiple of so many tokens."""
+        return _PROMPT_TILE[self.device.kind]
 
     @property
     def kv_heads_per_device(self) -> int:

@@ -21,7 +21,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.pool import BlockPool
-from penstock.engine.pace import Pace
+from penstock.engine.pace import TILE, Pace
 from penstock.engine.request import EngineInfo, EngineLoad, FinishReason
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
@@ -45,6 +45,12 @@ class ReplicaSpec:
     token_budget: int = 8448
     target_gap_s: float | None = None
     """The gap between tokens that prompts leave to streams; None: up to `token_budget`."""
+    gap_is_default: bool = False
+    """Whether nobody has asked for it; see `Pace`."""
+    gap_yields: bool = False
+    """Whether prompts that wait long go before it."""
+    prompt_tile: int = TILE
+    """Prompts that are cut short for it are cut to a multiple of so many tokens."""
     max_model_len: int = 32_768
     prefix_cache: bool = True
     host_blocks: int = 0
@@ -116,7 +122,7 @@ class Replica:
             token_budget=spec.token_budget,
             max_model_len=spec.window,
             batches=spec.batches,
-            pace=Pace(spec.target_gap_s),
+            pace=Pace(spec.target_gap_s, default=spec.gap_is_default, yields=spec.gap_yields, tile=spec.prompt_tile),
         )
         self.info = info_of(spec)
         self.load = EngineLoad(total_blocks=spec.num_blocks)

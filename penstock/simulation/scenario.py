@@ -47,7 +47,10 @@ class EngineSection:
         None, doc="Tokens computed in one step, at most; when not set, the engine's default.", least=16, example="8192"
     )
     target_gap_ms: float | None = setting(
-        None, doc="Gap between tokens that prompts leave to streams; when not set, no target.", least=1, example="30"
+        None,
+        doc="Gap between tokens that prompts leave to streams; when not set, the engine's default.",
+        least=1,
+        example="30",
     )
     max_model_len: int = setting(8192, doc="Context window in tokens.", least=16)
     kv_blocks: int | None = setting(

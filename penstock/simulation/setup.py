@@ -69,14 +69,17 @@ class Setup:
 
     @property
     def replica(self) -> ReplicaSpec:
-        deployment = self.deployment
+        deployment, target_ms = self.deployment, self.scenario.engine.target_gap_ms
         return ReplicaSpec(
             step_time=StepTime(deployment, self.calibration),
             num_blocks=self.blocks,
             block_size=deployment.block_size,
             max_running=deployment.most_running,
             token_budget=deployment.step_tokens,
-            target_gap_s=None if (gap := self.scenario.engine.target_gap_ms) is None else gap / 1e3,
+            target_gap_s=deployment.gap_s if target_ms is None else target_ms / 1e3,
+            gap_is_default=target_ms is None,
+            gap_yields=target_ms is None and deployment.gap_yields,
+            prompt_tile=deployment.prompt_tile,
             max_model_len=deployment.context_len,
             prefix_cache=self.scenario.engine.prefix_cache,
             host_blocks=self.host_blocks,

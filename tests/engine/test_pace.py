@@ -217,4 +217,15 @@ def test_prompts_are_cut_to_tiles_of_the_device(tile: int, tokens: int) -> None:
 
 def test_engines_on_cpu_hold_a_target_whatever_waits(tmp_path: Path) -> None:
     pace = make_engine(write_checkpoint("llama-gqa", tmp_path), target_gap_ms=None).scheduler.pace
-    assert (pace.target_s, pace.yields, pace.tile) == (0.5, False, 32)
+    assert (pace.target_s, pace.default, pace.yields, pace.tile) == (0.5, True, False, 32)
+
+
+@pytest.mark.parametrize(("base", "default", "asked"), [(0.01, 0.08, 0.08), (0.06, 0.06, 0.03), (0.2, 0.2, 0.0)])
+def test_a_default_that_a_model_is_too_slow_for_does_not_stop_its_prompts(
+    base: float, default: float, asked: float
+) -> None:
+    for is_default, left in ((True, default), (False, asked)):
+        pace = Pace(0.1, default=is_default)
+        pace.observe(1, [], base)
+        pace.observe(1, [(0, 100)], base + 0.1)
+        assert pace.budget(1, None) == pytest.approx(left)

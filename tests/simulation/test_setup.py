@@ -33,3 +33,15 @@ def test_a_model_that_sleeps_while_idle_holds_its_requests() -> None:
     assert record.totals.served == record.totals.arrived >= 3
     assert max(row.ttft_s or 0.0 for row in record.requests) > 14.0
     assert min(sample.ready for sample in record.samples) == 0
+
+
+def test_replicas_hold_the_gap_that_engines_hold_by_default() -> None:
+    replica = prepare(load(None, CHATS)).replica
+    assert (replica.target_gap_s, replica.gap_is_default, replica.gap_yields, replica.prompt_tile) == (
+        0.03,
+        True,
+        True,
+        128,
+    )
+    asked = prepare(load(None, CHATS | {"engine.target_gap_ms": "40"})).replica
+    assert (asked.target_gap_s, asked.gap_is_default, asked.gap_yields) == (0.04, False, False)

@@ -72,8 +72,9 @@ def goodput(
     pace = engine.scheduler.pace
     default_s, default_yields = pace.target_s, pace.yields
     for wanted in target or ["off", "default", f"{slo_gap:g}"]:
-        pace.yields = wanted == "default" and default_yields
-        if wanted == "default":
+        pace.default = wanted == "default"
+        pace.yields = pace.default and default_yields
+        if pace.default:
             pace.target_s = default_s
         else:
             pace.target_s = None if wanted == "off" else float(wanted) / 1e3
