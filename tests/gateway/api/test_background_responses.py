@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from penstock.gateway.api.openai.responses import background
-from penstock.gateway.api.openai.responses.background_store import split_events
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
 from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
 from penstock.storage import open_database
@@ -207,6 +208,32 @@ async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path
         with suppress(httpx.HTTPError, openai.APIError):  # a busy machine may cut the connection first
             async for event in stream:
                 assert event.type in ("response.queued", "response.in_progress", "error", "response.failed")
+    async with serving(**stored(tmp_path)) as running:
+        for id in ids:
+            found = (await running.client.get(f"/v1/responses/{id}")).json()
+            assert found["status"] == "failed" and "server" in found["error"]["message"], found
+
+
+async def test_a_shutdown_waits_for_ends_that_are_being_stored(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_end, closing = BackgroundStore.end, asyncio.Event()
+    close = background.BackgroundResponses.close
+
+    async def slowly(self: BackgroundStore, *about: Any) -> bool:
+        await closing.wait()  # the drain is over before the first of them is written
+        await asyncio.sleep(0)
+        return await store_end(self, *about)
+
+    async def told(self: background.BackgroundResponses) -> None:
+        asyncio.get_running_loop().call_later(0.05, closing.set)
+        await close(self)
+
+    monkeypatch.setattr(BackgroundStore, "end", slowly)
+    monkeypatch.setattr(background.BackgroundResponses, "close", told)
+    async with serving(held(text), **stored(tmp_path), drain_s=0.05) as running:
+        ids = [(await create(running, background=True)).json()["id"] for _ in range(3)]
+        await eventually(lambda: len(running.engine.seen) == 3)
     async with serving(**stored(tmp_path)) as running:
         for id in ids:
             found = (await running.client.get(f"/v1/responses/{id}")).json()

@@ -44,6 +44,8 @@ QUEUE_S = 600.0
 LONGEST_PAUSE_S = 30.0
 BEAT_S = 1.0
 """How often leases are renewed, new events stored, and cancellations through other gateways noticed."""
+CLOSE_S = 5.0
+"""How long the ends of responses may take to be stored when the gateway closes."""
 POLL_S = 0.25
 """How often events that another gateway stores are looked for."""
 _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
@@ -156,11 +158,17 @@ class BackgroundResponses:
             run.woken.set()
 
     async def close(self) -> None:
-        """End what still runs, and say so in the store."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End what still runs, and say so in the store. An end that is being written must not be interrupted: nobody
+        would write it again."""
+        tasks = list(self._tasks.items())
+        for run, task in tasks:
+            if not run.ended:
+                task.cancel()
+        if tasks:
+            _, late = await asyncio.wait([task for _, task in tasks], timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
