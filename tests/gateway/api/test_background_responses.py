@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.gateway.api.openai.responses import background
 from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
 from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
-from penstock.storage import open_database
+from penstock.storage import Database, open_database
 from penstock.text import TextModel
 from tests.gateway.accounting.test_admission import held, one_at_a_time
 from tests.gateway.accounting.test_quotas import sign_in
@@ -284,17 +285,26 @@ async def test_another_gateway_shows_follows_and_cancels(serving: Serving, text:
         assert (await ended(one, cancelled))["status"] == "cancelled"
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_a_killed_gateway_leaves_a_failed_response(
-    tmp_path: Path, kind: str, request: pytest.FixtureRequest
-) -> None:
-    now = [1000.0]
+@asynccontextmanager
+async def kept(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Database]:
+    """An empty database."""
     url = f"sqlite:///{tmp_path / 'state.db'}"
     if kind == "postgres":
         url = request.getfixturevalue("postgres_url")
         await emptied(url)
     database = await open_database(url)
     try:
+        yield database
+    finally:
+        await database.close()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_a_killed_gateway_leaves_a_failed_response(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    now = [1000.0]
+    async with kept(tmp_path, kind, request) as database:
         store = ResponseStore(database, keep_s=1000.0, most=10, clock=lambda: now[0])
         await store.prepare()
         response = json.dumps({"id": "resp_1", "model": "m", "status": "queued", "background": True}).encode()
@@ -302,7 +312,7 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         await store.background.begin("resp_1", "me", 20.0, events=b"", **about)
         assert await store.background.running("resp_1") and await store.conversation("resp_1", "t") is None
         now[0] += 15.0
-        assert await store.background.keep("me", 20.0, [], []) == {"resp_1"}
+        assert await store.background.keep("me", 20.0, ["resp_1"], [], []) == {"resp_1"}
         now[0] += 15.0
         assert json.loads(await store.response("resp_1", "t") or b"")["status"] == "queued"
         now[0] += 10.0
@@ -310,12 +320,12 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         assert found["status"] == "failed" and "stopped before its end" in found["error"]["message"]
         # Its owner was only slow: the end stands.
         assert not await store.background.end("resp_1", "me", response, [])
-        assert await store.background.keep("me", 20.0, [], []) == set()
+        assert await store.background.keep("me", 20.0, ["resp_1"], [], []) == set()
         # Events come in chunks, and one that is written again replaces itself.
         chunks = [b"event: a\ndata: 0\n\nevent: b\ndata: 1\n\n", b"event: c\ndata: 2\n\n", b"event: d\ndata: 3\n\n"]
         await store.background.begin("resp_2", "me", 20.0, events=chunks[0], **about)
-        await store.background.keep("me", 20.0, [("resp_2", response)], [("resp_2", 2, chunks[1])])
-        await store.background.keep("me", 20.0, [], [("resp_2", 2, chunks[1] + chunks[2])])
+        await store.background.keep("me", 20.0, ["resp_2"], [("resp_2", response)], [("resp_2", 2, chunks[1])])
+        await store.background.keep("me", 20.0, ["resp_2"], [], [("resp_2", 2, chunks[1] + chunks[2])])
         whole = split_events(b"".join(chunks))
         for after in range(-1, 4):
             assert await store.background.events("resp_2", after) == whole[after + 1 :]
@@ -323,7 +333,38 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         assert not await store.background.running("resp_2")
         (failed,) = await store.background.events("resp_2", 3)
         assert failed.startswith(b"event: response.failed") and b'"sequence_number":4' in failed
+        # What its owner, which was only slow, would add behind the end or behind a deletion, is dropped.
+        late = [("resp_2", 4, chunks[2]), ("resp_2", 5, chunks[2])]
+        assert await store.background.keep("me", 20.0, ["resp_2"], [], late) == set()
+        assert await store.background.events("resp_2", 3) == [failed]
         assert await store.background.events("resp_2", 4) == [] and await store.delete("resp_2", "t")
-        assert not await store.background.recorded("resp_2")
-    finally:
-        await database.close()
+        await store.background.keep("me", 20.0, ["resp_2"], [], late)
+        assert not await store.background.events("resp_2", -1) and not await store.background.recorded("resp_2")
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_the_oldest_are_deleted_and_leases_are_single(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    now = [1000.0]
+    async with kept(tmp_path, kind, request) as database:
+        store = ResponseStore(database, keep_s=1000.0, most=2, clock=lambda: now[0])
+        await store.prepare()
+        response = json.dumps({"id": "x", "model": "m", "status": "queued", "background": True}).encode()
+        about: Any = {"tenant": "t", "user": "", "response": response, "items": [], "events": b"event: a\n\n"}
+        for number in range(4):
+            now[0] += 1.0
+            await store.background.begin(f"resp_{number}", "me", 20.0, **about)
+            if number:
+                assert await store.background.end(f"resp_{number}", "me", response, [])
+        # The first is still generated; of the others two are left, with their events.
+        await store.put("resp_4", "t", response, [])
+        left = {str(row[0]) for row in await database.fetch("SELECT id FROM responses")}
+        assert left == {"resp_0", "resp_3", "resp_4"}
+        assert {row[0] for row in await database.fetch("SELECT response FROM response_events")} == {"resp_0", "resp_3"}
+        # A lease that is not renewed expires, whatever else its owner generates.
+        await store.background.begin("resp_5", "me", 20.0, **about)
+        now[0] += 15.0
+        assert await store.background.keep("me", 20.0, ["resp_5"], [], []) == {"resp_0", "resp_5"}
+        now[0] += 10.0
+        assert not await store.background.running("resp_0") and await store.background.running("resp_5")

@@ -351,6 +351,7 @@ class BackgroundResponses:
         mine = await self._store.keep(
             self._name,
             self._lease_s,
+            [run.id for run in runs],
             [(run.id, encode_json(run.response)) for run in begun],
             [(run.id, *run.unstored()) for run, _ in news],
         )
