@@ -17,7 +17,7 @@ from penstock.gateway.api.openai.responses import background
 from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
 from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
-from penstock.storage import Database, open_database
+from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
 from tests.gateway.accounting.test_admission import held, one_at_a_time
 from tests.gateway.accounting.test_quotas import sign_in
@@ -78,11 +78,15 @@ async def test_a_client_leaves_its_stream_and_comes_back(serving: Serving, text:
         await stream.close()
         id = first[0].response.id
         following: Any = await client.responses.retrieve(id, stream=True, starting_after=1)
+        beginning: Any = await client.responses.retrieve(id, stream=True)
+        (run,) = running.parts.background_responses._tasks  # type: ignore[union-attr]
+        assert run.stored_events == 2 and not run.events  # what is stored needs no memory
         running.engine.hold = False
         rest = [event async for event in following]
         assert rest[0].type == "response.in_progress" and rest[-1].type == "response.completed"
         assert rest[-1].response.output_text == "Hello, world!"
         assert numbers(first + rest) == list(range(len(first + rest)))
+        assert numbers([event async for event in beginning]) == numbers(first + rest)
         # The same events come from the store, from any of them on.
         for after in (None, 0, 7, len(rest)):
             asked = {} if after is None else {"starting_after": after}
@@ -189,13 +193,36 @@ async def test_a_place_is_asked_for_again(
 
     monkeypatch.setattr(background, "_pause", pause)
     async with serving(held(text), **stored(tmp_path), admission=one_at_a_time(wait_s=0.05)) as running:
-        ids = [(await create(running, background=True)).json()["id"] for _ in range(2)]
+        begun = [(await create(running, background=True)).json() for _ in range(2)]
+        ids = [response["id"] for response in begun]
         await eventually(lambda: len(asked) >= 3)
         assert set(asked) == {503}
         assert (await running.client.get(f"/v1/responses/{ids[1]}")).json()["status"] == "queued"
         running.engine.hold = False
-        for id in ids:
-            assert (await ended(running, id))["status"] == "completed"
+        for response in begun:
+            found = await ended(running, response["id"])
+            assert (found["status"], found["created_at"]) == ("completed", response["created_at"])
+            vote = {"response_id": found["id"], "rating": "up"}
+            voted = await running.client.post("/v1/feedback", json=vote)
+            assert voted.status_code == 200, voted.text
+
+
+async def test_the_end_waits_for_the_store(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_end, failed = BackgroundStore.end, list[str]()
+
+    async def end(self: BackgroundStore, id: str, *about: Any) -> bool:
+        if not failed:
+            failed.append(id)
+            raise DatabaseError("away")
+        return await store_end(self, id, *about)
+
+    monkeypatch.setattr(BackgroundStore, "end", end)
+    monkeypatch.setattr(background, "BEAT_S", 0.02)
+    async with serving(**stored(tmp_path)) as running:
+        id = (await create(running, background=True)).json()["id"]
+        assert (await ended(running, id))["status"] == "completed" and failed == [id]
 
 
 async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class BackgroundRenderer(Renderer):
         self._inner = inner
         self._record = record
         self._head = inner.head
+        if run.response:  # of an earlier attempt
+            self._head["created_at"] = run.response["created_at"]
         self._last = b""
         self.admitted = self._accept
 
@@ -254,21 +256,27 @@ class BackgroundResponses:
             raise ServiceUnavailable(_AWAY) from error
         run.id = id
         run.record(events)
-        run.stored_events = len(run.events)
+        run.forget_events(len(run.events))
 
     async def finish(
         self, run: BackgroundRun, body: bytes, conversation: Sequence[ChatMessage] | None, last: Sequence[bytes]
     ) -> None:
+        """The store may be away for as long as the lease lasts; then readers have found the response abandoned."""
         run.ended = True
-        try:
-            async with self._writing:
-                first, unstored = run.unstored()
-                events = (first, unstored + b"".join(last) if run.stream else b"")
-                if await self._store.end(run.id, self._name, body, conversation, events):
-                    run.record(last)
-        except DatabaseError as error:
-            run.ended = False
-            raise ServiceUnavailable(_AWAY) from error
+        until = time.monotonic() + self._lease_s
+        while True:
+            try:
+                async with self._writing:
+                    first, unstored = run.unstored()
+                    events = (first, unstored + b"".join(last) if run.stream else b"")
+                    if await self._store.end(run.id, self._name, body, conversation, events):
+                        run.record(last)
+                return
+            except DatabaseError as error:
+                if time.monotonic() + BEAT_S > until:
+                    run.ended = False
+                    raise ServiceUnavailable(_AWAY) from error
+            await asyncio.sleep(BEAT_S)
 
     def _check_room(self, tenant: str) -> None:
         if len(self._tasks) >= MOST:
@@ -323,7 +331,7 @@ class BackgroundResponses:
                 ("error", {**problem, "param": None}),
                 ("response.failed", {"response": response}),
             )
-            last = [encode_event(event, len(run.events) + number) for number, event in enumerate(numbered)]
+            last = [encode_event(event, run.event_count + number) for number, event in enumerate(numbered)]
         try:
             await self.finish(run, body, None, last)
         except ServiceUnavailable:  # its lease expires, which says the same to readers
@@ -347,7 +355,7 @@ class BackgroundResponses:
         if not runs:
             return
         begun = [run for run in runs if run.begun and not run.begun_stored]
-        news = [(run, len(run.events)) for run in runs if len(run.events) > run.stored_events]
+        news = [(run, len(run.events)) for run in runs if run.events]
         mine = await self._store.keep(
             self._name,
             self._lease_s,
@@ -358,7 +366,7 @@ class BackgroundResponses:
         for run in begun:
             run.begun_stored = True
         for run, count in news:
-            run.stored_events = count
+            run.forget_events(count)
         for run in runs:
             if run.id not in mine and not run.ended:
                 self.stop(run.id)
@@ -367,8 +375,9 @@ class BackgroundResponses:
         """Events as they come; empty when there were none for a while."""
         run = next((run for run in self._tasks if run.id == id), None)
         while run is not None:
-            news = run.news
-            if found := run.events[after + 1 :]:
+            news, ahead = run.news, after + 1 - run.stored_events
+            found = await self._store.events(id, after) if ahead < 0 else run.events[ahead:]
+            if found:
                 after += len(found)
                 yield b"".join(found)
             elif run.over:
@@ -410,7 +419,7 @@ def _pause(reply: Reply, attempt: int) -> float | None:
         return None
     told = reply.headers.get("retry-after", "")
     longer = min(0.5 * 2 ** min(attempt, 10), LONGEST_PAUSE_S)
-    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else longer
+    return min(max(float(told), 0.5), LONGEST_PAUSE_S) if told.isdigit() else longer
 
 
 def _problem(reply: Reply | None) -> tuple[str, str]:
