@@ -118,6 +118,7 @@ class VectorTensors:
         outputs = sum(site.sizes[part] for part in changed.parts)
         parts = self._parts.setdefault(changed.place, _Parts(changed))
         if magnitude is not None:
+            magnitude = magnitude.flatten()  # some releases of PEFT kept it as a column or a row
             self._check(magnitude, outputs, where)
             hashed(f"{where} magnitude", magnitude)
             weight = self._weight(changed, where)
@@ -125,7 +126,7 @@ class VectorTensors:
                 raise CheckpointError(
                     f"{self.file}: the model's {where} is {tuple(weight.shape)}, which DoRA does not fit"
                 )
-            parts.scale = magnitude.flatten().float() / _lengths(weight, a.float(), b.float(), scale)
+            parts.scale = magnitude.float() / _lengths(weight, a.float(), b.float(), scale)
         if bias is not None:
             self._check(bias, outputs, where)
             hashed(f"{where} bias of B", bias)
@@ -215,9 +216,9 @@ class VectorTensors:
         return tensor
 
     def _check(self, vector: Tensor, outputs: int, where: str) -> None:
-        if vector.numel() != outputs:
+        if tuple(vector.shape) != (outputs,):
             raise CheckpointError(
-                f"{self.file}: a vector of {where} has {vector.numel()} numbers; on this model it needs {outputs}"
+                f"{self.file}: a vector of {where} is {tuple(vector.shape)}; on this model it must be ({outputs},)"
             )
 
     def _weight(self, changed: Changed, where: str) -> Tensor:

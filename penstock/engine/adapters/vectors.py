@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.engine.adapters.layout import PlacedSite
 
-_AT_ONCE = 1024
-"""Tokens whose outputs are widened at the same time."""
+_AT_ONCE = 1 << 24
+"""Outputs that are widened at the same time: nothing is reserved for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,11 @@ def _alter(y: Tensor, placed: PlacedSite, held: SiteVectors, tokens: Tensor | No
     if (placed.layer, placed.index) not in held.touched:
         return
     scale, shift = held.data[:, placed.column : placed.column + placed.site.outputs]
+    count = max(1, _AT_ONCE // placed.site.outputs)
+    # Product and sum are rounded one by one, so that no output depends on how many there are.
     if tokens is None:
-        for part in torch.split(y, _AT_ONCE):
-            part.copy_(torch.addcmul(shift, part.float(), scale))
+        for part in torch.split(y, count):
+            part.copy_((part.float() * scale).add_(shift))
         return
-    for some in torch.split(tokens, _AT_ONCE):
-        y[some] = torch.addcmul(shift, y[some].float(), scale).to(y.dtype)
+    for some in torch.split(tokens, count):
+        y[some] = (y[some].float() * scale).add_(shift).to(y.dtype)

@@ -128,8 +128,10 @@ class DraftProposer:
 
     def _knows(self, seq: Sequence) -> bool:
         """Whether the draft model has all tokens of a sequence, as far as they are there."""
-        if seq.adapter is None or seq.adapter.rows is None:
+        if seq.adapter is None:
             return True
+        if seq.adapter.rows is None:  # it has no such tokens, but a bias may name one
+            return max(seq.params.logit_bias, default=0) < self._vocabulary
         known = self._known.get(seq)
         if known is None:
             known = 0 if max(seq.params.logit_bias, default=0) < self._vocabulary else -1

@@ -89,9 +89,12 @@ def test_a_draft_model_need_not_know_them(
 ) -> None:
     """Sequences with such a token get no drafts, nor do those that are biased towards one; others do."""
     settings: dict[str, Any] = {"speculation": "draft", "draft_model": str(base), "num_blocks": 60, "block_size": 4}
-    engine = eager_engine(base, adapters=specs, token_budget=24, **settings)
+    without = AdapterSpec("without", str(write_saved(base.parent / "without", base, modules=())))
+    engine = eager_engine(base, adapters=(*specs, without), token_budget=24, **settings)
     assert generate(engine, *mixed()) == alone
     params = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={COUNT - 1: 60.0})
+    assert len(generate(engine, Request("no such token", [5, 7, 9], params, adapter="without"))["no such token"]) == 6
+    assert engine.speculation is not None and not engine.speculation.broken
     assert generate(engine, Request("biased", [5, 7, 9], params, adapter="more"))["biased"] == [COUNT - 1] * 6
     before = engine.load_snapshot().draft_tokens
     known = [[token for token in request.prompt if token < OWN] for request in mixed(4)]

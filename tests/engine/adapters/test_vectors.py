@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.adapters import vectors
 from penstock.engine.adapters.layout import PlacedSite, Site
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
@@ -221,7 +222,8 @@ def test_what_cannot_be_applied_is_refused_by_name(base: Path, tmp_path: Path) -
     file.write_text(json.dumps(config))
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     for changes, words in (
-        ({f"{name}.lora_magnitude_vector": torch.ones(3)}, "has 3 numbers"),
+        ({f"{name}.lora_magnitude_vector": torch.ones(3)}, "is (3,); on this model it must be (64,)"),
+        ({f"{name}.base_layer.bias": torch.ones(64, 1)}, "is (64, 1); on this model it must be (64,)"),
         ({f"{name}.base_layer.bias": torch.full((64,), float("nan"))}, "not finite"),
         ({"base_model.model.model.layers.0.input_layernorm.bias": torch.ones(64)}, "is not the model's own"),
         ({"base_model.model.model.layers.1.mlp.up_proj.lora_magnitude_vector": torch.ones(9)}, "no lora_A and lora_B"),
@@ -281,14 +283,15 @@ def test_norms_of_other_families(family: str, tmp_path: Path) -> None:
     assert different
 
 
-def test_a_step_of_many_slots_changes_each_token_as_its_own_does() -> None:
+def test_a_step_of_many_slots_changes_each_token_as_its_own_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "_AT_ONCE", 6 * 700)
     bank, generator = VectorBank(3, torch.device("cpu")), torch.Generator().manual_seed(0)
     placed = PlacedSite(Site("x", ("x",), (6,), 4), layer=1, index=2, start=0, column=3)
     held = [SiteVectors(torch.randn(2, 12, generator=generator), frozenset({(1, 2)})) for _ in range(2)]
     untouched = SiteVectors(torch.randn(2, 12, generator=generator), frozenset({(0, 2)}))
-    for slot, vectors in enumerate([*held, untouched]):
-        bank.put(slot, vectors)
-    for slots in ([0, -1, 1, 2, 0], [1, 1, 1], [-1, 2], [0] * 2000):
+    for slot, each in enumerate([*held, untouched]):
+        bank.put(slot, each)
+    for slots in ([0, -1, 1, 2, 0], [1, 1, 1], [-1, 2], [0] * 2000, [0, 1] * 1000):
         y = torch.randn(len(slots), 6, generator=generator).to(torch.bfloat16)
         expected = y.float()
         for token, slot in enumerate(slots):

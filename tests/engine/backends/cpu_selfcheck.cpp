@@ -113,8 +113,8 @@ static void check_attention(Context* ctx, int dtype, int cache_dtype, int dim, i
     const int64_t head_stride = block_size * dim, block_stride = kv_heads * head_stride;
     const float scale = 1 / std::sqrt(float(dim));
     AttentionArgs a{q.bytes.data(), out.bytes.data(), k.bytes.data(), v.bytes.data(), nullptr, nullptr,
-                    starts.data(), contexts.data(), rows.data(), tables.data(), heads * dim, span, block_stride, head_stride, block_stride, head_stride,
-                    3, heads, kv_heads, dim, block_size, window, dtype, cache_dtype, 0, scale, 0};
+                    starts.data(), contexts.data(), rows.data(), tables.data(), nullptr, heads * dim, span, block_stride, head_stride, block_stride, head_stride,
+                    3, heads, kv_heads, dim, block_size, window, 0, dtype, cache_dtype, 0, scale, 0};
     PK_OF_SET(pk_attention)(ctx, &a);
     double error = 0;
     for (int s = 0; s < 3; ++s)
