@@ -44,6 +44,8 @@ QUEUE_S = 600.0
 LONGEST_PAUSE_S = 30.0
 BEAT_S = 1.0
 """How often leases are renewed, new events stored, and cancellations through other gateways noticed."""
+CLOSE_S = 5.0
+"""How long the ends of responses may take to be stored when the gateway closes."""
 POLL_S = 0.25
 """How often events that another gateway stores are looked for."""
 _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
@@ -70,6 +72,8 @@ class BackgroundRenderer(Renderer):
         self._inner = inner
         self._record = record
         self._head = inner.head
+        if run.response:  # of an earlier attempt
+            self._head["created_at"] = run.response["created_at"]
         self._last = b""
         self.admitted = self._accept
 
@@ -156,11 +160,17 @@ class BackgroundResponses:
             run.woken.set()
 
     async def close(self) -> None:
-        """End what still runs, and say so in the store."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End what still runs, and say so in the store. An end that is being written must not be interrupted: nobody
+        would write it again."""
+        tasks = list(self._tasks.items())
+        for run, task in tasks:
+            if not run.ended:
+                task.cancel()
+        if tasks:
+            _, late = await asyncio.wait([task for _, task in tasks], timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -246,21 +256,27 @@ class BackgroundResponses:
             raise ServiceUnavailable(_AWAY) from error
         run.id = id
         run.record(events)
-        run.stored_events = len(run.events)
+        run.forget_events(len(run.events))
 
     async def finish(
         self, run: BackgroundRun, body: bytes, conversation: Sequence[ChatMessage] | None, last: Sequence[bytes]
     ) -> None:
+        """The store may be away for as long as the lease lasts; then readers have found the response abandoned."""
         run.ended = True
-        try:
-            async with self._writing:
-                first, unstored = run.unstored()
-                events = (first, unstored + b"".join(last) if run.stream else b"")
-                if await self._store.end(run.id, self._name, body, conversation, events):
-                    run.record(last)
-        except DatabaseError as error:
-            run.ended = False
-            raise ServiceUnavailable(_AWAY) from error
+        until = time.monotonic() + self._lease_s
+        while True:
+            try:
+                async with self._writing:
+                    first, unstored = run.unstored()
+                    events = (first, unstored + b"".join(last) if run.stream else b"")
+                    if await self._store.end(run.id, self._name, body, conversation, events):
+                        run.record(last)
+                return
+            except DatabaseError as error:
+                if time.monotonic() + BEAT_S > until:
+                    run.ended = False
+                    raise ServiceUnavailable(_AWAY) from error
+            await asyncio.sleep(BEAT_S)
 
     def _check_room(self, tenant: str) -> None:
         if len(self._tasks) >= MOST:
@@ -315,7 +331,7 @@ class BackgroundResponses:
                 ("error", {**problem, "param": None}),
                 ("response.failed", {"response": response}),
             )
-            last = [encode_event(event, len(run.events) + number) for number, event in enumerate(numbered)]
+            last = [encode_event(event, run.event_count + number) for number, event in enumerate(numbered)]
         try:
             await self.finish(run, body, None, last)
         except ServiceUnavailable:  # its lease expires, which says the same to readers
@@ -339,17 +355,18 @@ class BackgroundResponses:
         if not runs:
             return
         begun = [run for run in runs if run.begun and not run.begun_stored]
-        news = [(run, len(run.events)) for run in runs if len(run.events) > run.stored_events]
+        news = [(run, len(run.events)) for run in runs if run.events]
         mine = await self._store.keep(
             self._name,
             self._lease_s,
+            [run.id for run in runs],
             [(run.id, encode_json(run.response)) for run in begun],
             [(run.id, *run.unstored()) for run, _ in news],
         )
         for run in begun:
             run.begun_stored = True
         for run, count in news:
-            run.stored_events = count
+            run.forget_events(count)
         for run in runs:
             if run.id not in mine and not run.ended:
                 self.stop(run.id)
@@ -358,8 +375,9 @@ class BackgroundResponses:
         """Events as they come; empty when there were none for a while."""
         run = next((run for run in self._tasks if run.id == id), None)
         while run is not None:
-            news = run.news
-            if found := run.events[after + 1 :]:
+            news, ahead = run.news, after + 1 - run.stored_events
+            found = await self._store.events(id, after) if ahead < 0 else run.events[ahead:]
+            if found:
                 after += len(found)
                 yield b"".join(found)
             elif run.over:
@@ -401,7 +419,7 @@ def _pause(reply: Reply, attempt: int) -> float | None:
         return None
     told = reply.headers.get("retry-after", "")
     longer = min(0.5 * 2 ** min(attempt, 10), LONGEST_PAUSE_S)
-    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else longer
+    return min(max(float(told), 0.5), LONGEST_PAUSE_S) if told.isdigit() else longer
 
 
 def _problem(reply: Reply | None) -> tuple[str, str]:
