@@ -194,19 +194,25 @@ def test_other_steps_stay_recorded(base: Path, specs: tuple[AdapterSpec, ...]) -
 
 
 def test_prefixes_and_reloads_know_them(base: Path, tmp_path: Path) -> None:
-    """An adapter that differs in its magnitudes alone is another one."""
-    first = write_vectors(tmp_path / "a", base, dora=True)
+    """An adapter that differs in its magnitudes, biases or norms alone is another one."""
+    first = write_vectors(tmp_path / "a", base, dora=True, bias="all", modules_to_save=["norm"])
+    config = json.loads((first / "adapter_config.json").read_text())
+    # Of linears PEFT takes it for false, with a warning.
+    (first / "adapter_config.json").write_text(json.dumps({**config, "fan_in_fan_out": True}))
     tensors = load_file(first / FILE)
     engine = make_engine(base, adapters=(AdapterSpec("a", str(first)),))
     prompt = prompts(1)[0]
     before = generate(engine, ask("1", prompt, "a"))["1"]
-    for key in tensors:
-        if key.endswith("magnitude_vector"):
-            tensors[key] = tensors[key].flip(0).contiguous()
-    save_file(tensors, first / FILE)
     pool: Any = engine.runner.adapters.pool  # type: ignore[union-attr]
-    pool.load(AdapterSpec("a", str(first)), lambda status: None)
-    after = generate(engine, ask("2", prompt, "a"))["2"]
+    versions = {pool.version("a")}
+    for end in ("norm.weight", "q_proj.base_layer.bias", "magnitude_vector"):
+        changed = {key: value.flip(0).contiguous() for key, value in tensors.items() if key.endswith(end)}
+        tensors |= changed
+        save_file(tensors, first / FILE)
+        pool.load(AdapterSpec("a", str(first)), lambda status: None)
+        after = generate(engine, ask(end, prompt, "a"))[end]
+        assert changed and pool.version("a") not in versions, end
+        versions.add(pool.version("a"))
     assert before != after
     assert Reference(merged(base, first, tmp_path / "merged")).agrees(prompt, after, TIE)
 
