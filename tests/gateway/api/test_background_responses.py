@@ -207,6 +207,28 @@ async def test_a_place_is_asked_for_again(
             assert voted.status_code == 200, voted.text
 
 
+async def test_a_key_that_was_revoked_gets_no_place(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_pause", lambda reply, attempt: 0.05 if reply.status == 503 else None)
+    one = one_at_a_time(wait_s=0.05)
+    async with serving(held(text), **stored(tmp_path), admission=one, key_fresh_s=0.05) as running:
+        await sign_in(running)
+        await create(running, background=True)
+        asked = {"tenant": "acme", "scopes": ["inference"]}
+        key = (await running.client.post("/v1/admin/keys", json=asked)).json()["key"]
+        waiting = await running.client.post(
+            "/v1/responses",
+            json={"model": "tiny", "input": "hi", "background": True},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        gone = await running.client.delete(f"/v1/admin/keys/{key.rpartition('_')[0]}")
+        assert gone.status_code == 200, gone.text
+        found = await ended(running, waiting.json()["id"])
+        assert found["status"] == "failed" and "is revoked" in found["error"]["message"], found
+        running.engine.hold = False
+
+
 async def test_the_end_waits_for_the_store(
     serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

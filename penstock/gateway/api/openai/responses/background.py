@@ -21,17 +21,24 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.api.openai.responses.background_run import BackgroundRun, WorkRequest
-from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore
 from penstock.gateway.api.openai.responses.output_calls import Event
-from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS, ResponseRenderer
+from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS
 from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.store import ResponseRecord
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.app.memory_request import Reply
-from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.schemas import ChatMessage
-from penstock.protocol.errors import ApiError, Draining, Overloaded, RateLimitExceeded, ServiceUnavailable
+from penstock.identity import Caller
+from penstock.protocol.errors import (
+    ApiError,
+    AuthenticationError,
+    Draining,
+    Overloaded,
+    RateLimitExceeded,
+    ServiceUnavailable,
+)
 from penstock.storage import DatabaseError
 from penstock.telemetry.exposition import MetricRegistry
 
@@ -53,75 +60,18 @@ _AWAY = "The store of responses cannot be reached at the moment."
 SHUTDOWN = ("server_shutdown", "The server was shut down before this response was finished. Send the request again.")
 
 Answerer = Callable[[Exchange], Awaitable[None]]
-
-
-class BackgroundRenderer(Renderer):
-    """Writes the events of a response into its run. `exchange`: of the request in memory."""
-
-    def __init__(
-        self,
-        responses: BackgroundResponses,
-        run: BackgroundRun,
-        exchange: Exchange,
-        inner: ResponseRenderer,
-        record: ResponseRecord,
-    ) -> None:
-        self._responses = responses
-        self._run = run
-        self._exchange = exchange
-        self._inner = inner
-        self._record = record
-        self._head = inner.head
-        if run.response:  # of an earlier attempt
-            self._head["created_at"] = run.response["created_at"]
-        self._last = b""
-        self.admitted = self._accept
-
-    async def _accept(self) -> None:
-        run, exchange = self._run, self._exchange
-        if not run.accepted.done():
-            await self._responses.accept(run, self._head, self._record)
-            run.ignored = list(exchange.ignored)
-            run.accepted.set_result(list(exchange.extra_headers))
-
-    def opening(self) -> bytes:
-        run, opened = self._run, self._inner.opening()
-        run.begun = True
-        run.response = {**self._head, "status": "in_progress"}
-        run.record(split_events(opened))
-        self._responses.wake()
-        return opened
-
-    def event(self, piece: Piece) -> bytes:
-        written = self._inner.event(piece)
-        self._run.record(split_events(written))
-        return written
-
-    def closing(self) -> bytes:
-        self._last = self._inner.closing()
-        return self._last
-
-    def whole(self, pieces: list[list[Piece]]) -> bytes:
-        raise NotImplementedError("a response in the background is always streamed")
-
-    def failure(self, error: ApiError) -> bytes:
-        self._last = self._inner.failure(error)
-        self._run.failure = self._inner.body
-        self._run.record(split_events(self._last))
-        return self._last
-
-    async def before_end(self) -> None:
-        """Stores the end; the last event is sent when that is done."""
-        await self._inner.before_end()
-        conversation = [*self._record.conversation, *self._inner.messages()]
-        await self._responses.finish(self._run, self._inner.body, conversation, split_events(self._last))
+Holder = Callable[[str, str], Awaitable[Caller]]
+"""The caller with this tenant and key, as it is now."""
 
 
 class BackgroundResponses:
     """Those of one gateway process. `most`: of one tenant at a time; 0: there are none."""
 
-    def __init__(self, store: BackgroundStore, *, most: int, lease_s: float, metrics: MetricRegistry) -> None:
+    def __init__(
+        self, store: BackgroundStore, holder: Holder, *, most: int, lease_s: float, metrics: MetricRegistry
+    ) -> None:
         self._store = store
+        self._holder = holder
         self._most = most
         self._lease_s = lease_s
         self._name = uuid.uuid4().hex
@@ -310,6 +260,9 @@ class BackgroundResponses:
                     await asyncio.wait_for(run.woken.wait(), pause)
                     problem = SHUTDOWN
                     break
+                if (refused := await self._refused(run)) is not None:
+                    problem = refused
+                    break
             if run.id and not run.ended:
                 await self._failed(run, *problem)
         except asyncio.CancelledError:
@@ -319,6 +272,16 @@ class BackgroundResponses:
         finally:
             run.over = True
             run.tell()
+
+    async def _refused(self, run: BackgroundRun) -> tuple[str, str] | None:
+        """Why a response that has waited may no longer be generated: its key may have been revoked meanwhile."""
+        try:
+            run.caller = await self._holder(run.caller.tenant, run.caller.key)
+        except AuthenticationError as error:
+            return error.code or "server_error", error.message
+        except (ApiError, DatabaseError):  # keys cannot be looked up at the moment
+            pass
+        return None
 
     async def _failed(self, run: BackgroundRun, code: str, message: str) -> None:
         """The end of a response that nothing else ended."""
