@@ -93,9 +93,11 @@ class TextFetcher:
             self._asked[source] = now
             while len(self._asked) > _MOST_ASKED:
                 self._asked.pop(next(iter(self._asked)))
-        if not source.startswith("s3://") and adapter_folder(source) is not None:
+        try:
+            there = not source.startswith("s3://") and adapter_folder(source) is not None
+        except SourceError:  # it names no repository: whoever looks for the folder is told
             return None
-        return partial(self._fetch, source)
+        return None if there else partial(self._fetch, source)
 
     def _fetch(self, source: str) -> None:
         from penstock.sources.object_store import fetch_files
