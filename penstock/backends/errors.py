@@ -14,6 +14,7 @@ from penstock.protocol.errors import (
     Overloaded,
     ResumedElsewhere,
     ServerError,
+    sentence,
 )
 from penstock.protocol.messages import ASLEEP, DRAINING, NOT_REGISTERED, RESUMED_ELSEWHERE
 
@@ -34,18 +35,14 @@ def error_of(delta: Delta) -> ApiError:
     if message.startswith(QUEUE_FULL):
         return Overloaded(message, retry_after=2.0)
     if message.startswith(GRAMMAR_REFUSED):
-        return InvalidRequest(message[:1].upper() + message[1:], code="unsupported_grammar")
+        return InvalidRequest(sentence(message), code="unsupported_grammar")
     if message.startswith(TOKENS_UNKNOWN):
-        return InvalidRequest(f"{_sentence(message)}.", param="prompt")
+        return InvalidRequest(sentence(message), param="prompt")
     return ServerError(message)
 
 
 def adapter_error(message: str) -> ApiError:
     """The API error for a failed adapter operation."""
     if message.startswith(ADAPTER_UNKNOWN):
-        return NotFound(f"{_sentence(message)}.", param="model", code="model_not_found")
-    return InvalidRequest(f"{_sentence(message)}.", param="model", code="adapter_failed")
-
-
-def _sentence(message: str) -> str:
-    return message[:1].upper() + message[1:].rstrip(".")
+        return NotFound(sentence(message), param="model", code="model_not_found")
+    return InvalidRequest(sentence(message), param="model", code="adapter_failed")

@@ -96,9 +96,7 @@ def plan(
     ] = 16,
     adapter_rows: Annotated[
         int,
-        typer.Option(
-            min=0, rich_help_panel=_HARDWARE, help="Rows of embedding and head that one replaces (modules_to_save)."
-        ),
+        typer.Option(min=0, rich_help_panel=_HARDWARE, help="Rows of embedding and head that each may replace."),
     ] = 64,
     calibration: Annotated[
         Path | None,

@@ -33,7 +33,7 @@ from penstock.protocol.control import (
     UnloadModel,
     scaled_name,
 )
-from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.errors import InvalidRequest, sentence
 from penstock.supervisor.autoscaler import Target, not_scaled
 
 PATIENCE_S = 3600.0
@@ -82,8 +82,7 @@ class FleetOperations:
                 case Stop():
                     raise PenstockError("this gateway has no supervisor; stop its process")
         except PenstockError as error:
-            message = str(error)
-            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
+            raise InvalidRequest(sentence(error)) from error
 
     async def scale(self, model: str, count: int, pool: str = "") -> None:
         record = self._model(model)

@@ -435,3 +435,11 @@ class EngineLost(EngineUnavailable):
         retry_after: float = 1.0,
     ) -> None:
         super().__init__(message, retry_after=retry_after)
+
+
+def sentence(problem: object) -> str:
+    """An internal error's message as a sentence for clients. A name at its start (a file) stays as it is."""
+    text = str(problem)
+    first = text.split(" ", 1)[0].rstrip(":,.")
+    begun = text if set(first) & set("._/") else text[:1].upper() + text[1:]
+    return begun if begun.endswith((".", "!", "?")) else f"{begun}."

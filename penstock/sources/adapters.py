@@ -27,6 +27,10 @@ _LOOKUP_S = 20.0
 _LOOKUPS = 8
 TEXT_FILES = (CONFIG, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 """What a gateway reads of an adapter."""
+_MOST_TEXT_BYTES = 128 << 20
+"""Of each of them; none that can be read is larger."""
+_TEXT_S = 60
+"""How long one of them may take."""
 _ASK_AGAIN_S = 30.0
 _MOST_ASKED = 4096
 
@@ -89,9 +93,11 @@ class TextFetcher:
             self._asked[source] = now
             while len(self._asked) > _MOST_ASKED:
                 self._asked.pop(next(iter(self._asked)))
-        if not source.startswith("s3://") and adapter_folder(source) is not None:
+        try:
+            there = not source.startswith("s3://") and adapter_folder(source) is not None
+        except SourceError:  # it names no repository: whoever looks for the folder is told
             return None
-        return partial(self._fetch, source)
+        return None if there else partial(self._fetch, source)
 
     def _fetch(self, source: str) -> None:
         from penstock.sources.object_store import fetch_files
@@ -99,10 +105,11 @@ class TextFetcher:
 
         try:
             if source.startswith("s3://"):
-                fetch_files(source, TEXT_FILES, _text_slot(source), optional=True)
+                slot = _text_slot(source)
+                fetch_files(source, TEXT_FILES, slot, optional=True, limit_s=_TEXT_S, most_bytes=_MOST_TEXT_BYTES)
             else:
                 resolve(source, weights=False)
-        except (SourceError, OSError) as error:
+        except Exception as error:  # whatever a store answers: requests wait for this
             log.warning("the tokenizer of adapter %s cannot be fetched (%s): what is here is used", source, error)
 
 

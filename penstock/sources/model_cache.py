@@ -56,7 +56,8 @@ class Slot:
             return False
 
     def publish(self, source: str) -> None:
-        """Rename the partial folder to its final name, atomically. Call with the lock held."""
+        """Rename the partial folder to its final name. One that is there is gone for no longer than that takes. Call
+        with the lock held."""
         files = sorted(file for file in self.partial.rglob("*") if file.is_file())
         sizes = {str(file.relative_to(self.partial)): file.stat().st_size for file in files}
         manifest = self.partial / MANIFEST
@@ -64,8 +65,12 @@ class Slot:
         for file in (*files, manifest):
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-        shutil.rmtree(self.folder, ignore_errors=True)
+        before = self.folder.with_name(f"{self.key}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(before)
         self.partial.rename(self.folder)
+        shutil.rmtree(before, ignore_errors=True)
 
     @contextmanager
     def lock(self, progress: Progress | None = None) -> Iterator[None]:

@@ -41,35 +41,51 @@ class _Missing(SourceError):
 
 
 def fetch_files(
-    source: str, names: Sequence[str], slot: Slot, progress: Progress | None = None, *, optional: bool = False
+    source: str,
+    names: Sequence[str],
+    slot: Slot,
+    progress: Progress | None = None,
+    *,
+    optional: bool = False,
+    limit_s: int = _REQUEST_S,
+    most_bytes: int | None = None,
 ) -> Path:
     """The folder with the files `names` of the prefix `source`, as they are in the store now; `optional`: with those of
-    them that are there."""
+    them that are there. Where nothing has changed the folder is left alone. `limit_s`: for each file. `most_bytes`: a
+    file that has more is not fetched whole, and one byte more of it is kept: its readers refuse it."""
     match = _SOURCE.fullmatch(source)
     if match is None:
         raise SourceError(f"{source!r} does not name a prefix: write s3://BUCKET/PREFIX")
-    store, prefix = _open(match[1]), match[2].strip("/")
+    store, prefix = _open(match[1], limit_s), match[2].strip("/")
     with slot.lock(progress):
-        before = _read_tags(slot.folder) if slot.complete() else {}
+        there = slot.complete()
+        before = _read_tags(slot.folder) if there else {}
         shutil.rmtree(slot.partial, ignore_errors=True)
         slot.partial.mkdir(parents=True)
         tags: dict[str, str] = {}
+        kept: list[str] = []
         for name in names:
+            key, to = f"{prefix}/{name}", slot.partial / name
             try:
-                tag = _download(store, f"{prefix}/{name}", slot.partial / name, before.get(name), source, progress)
+                tag = _download(store, key, to, before.get(name), source, progress, most_bytes)
             except _Missing:
                 if not optional:
                     raise
                 continue
             if tag is None:
-                shutil.copyfile(slot.folder / name, slot.partial / name)
-            tags[name] = tag or before[name]
+                kept.append(name)
+            tags[name] = before[name] if tag is None else tag
+        if there and kept == list(before) == list(tags):  # those who read it now are not disturbed
+            shutil.rmtree(slot.partial, ignore_errors=True)
+            return slot.folder
+        for name in kept:
+            shutil.copyfile(slot.folder / name, slot.partial / name)
         (slot.partial / _TAGS).write_text(json.dumps(tags))
         slot.publish(source)
     return slot.folder
 
 
-def _open(bucket: str) -> S3Store:
+def _open(bucket: str, limit_s: int) -> S3Store:
     try:
         from obstore.store import S3Store
     except ImportError as error:
@@ -84,26 +100,28 @@ def _open(bucket: str) -> S3Store:
         client_options={
             "allow_http": True,
             "connect_timeout": timedelta(seconds=_CONNECT_S),
-            "timeout": timedelta(seconds=_REQUEST_S),
+            "timeout": timedelta(seconds=limit_s),
         },
         retry_config={"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_S)},
     )
 
 
 def _download(
-    store: S3Store, key: str, to: Path, tag: str | None, source: str, progress: Progress | None
+    store: S3Store, key: str, to: Path, tag: str | None, source: str, progress: Progress | None, most: int | None
 ) -> str | None:
-    """Download one file; returns its ETag, or None when it still is `tag`."""
+    """Download one file, or `most` bytes of it and one more; returns its ETag, or None when it still is `tag`."""
     import obstore
     from obstore.exceptions import BaseError, NotModifiedError, PermissionDeniedError, UnauthenticatedError
 
     try:
         reply = obstore.get(store, key, options={"if_none_match": tag} if tag else None)
         total, done = reply.meta["size"], 0
+        wanted = total if most is None else min(total, most + 1)
         with to.open("wb") as file:
             for chunk in reply.stream(min_chunk_size=_CHUNK):
-                file.write(chunk)
-                done += len(chunk)
+                done += file.write(memoryview(chunk)[: wanted - done])
+                if done == wanted and done < total:
+                    break
                 if progress is not None:
                     progress(f"downloading {to.name}", done, total)
     except NotModifiedError:
@@ -114,7 +132,7 @@ def _download(
         raise _Missing(f"{source} cannot be fetched: it has no {to.name}") from error
     except BaseError as error:
         raise SourceError(f"{source} cannot be fetched: {_first_line(error)}; try again later") from error
-    if done != total:
+    if done != wanted:
         raise SourceError(f"{to.name} of {source} arrived incomplete ({done} of {total} bytes); try again")
     return reply.meta["e_tag"] or ""
 

@@ -39,6 +39,12 @@ MOST_KNOWN = 4096
 """Those that bring nothing included."""
 CHECK_S = 1.0
 """How long what was read is used without a look at the files."""
+WAIT_S = 20.0
+"""How long requests wait for files that are fetched for the first time, before what is here is used."""
+FETCHES = 32
+"""At a time; those of stores that do not answer must not keep others waiting."""
+MOST_BEHIND = 1 << 20
+"""Ids behind the model's that a tokenizer may have: tables here have a place for each."""
 
 
 def adapter_text(
@@ -55,10 +61,13 @@ def adapter_text(
         return base
     tokenizer = read(folder) if brought else None
     rows = max(base.vocab_size, stored_tokens(folder))
+    highest = -1 if tokenizer is None else max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= rows + MOST_BEHIND:
+        raise CheckpointError(f"its tokenizer has the token id {highest}; the model has {rows} tokens")
     if tokenizer is not None and (folder / WEIGHTS).exists():
         _check_rows(tokenizer, base, rows, special)
-    elif tokenizer is not None:  # the weights are where engines run, which refuse tokens that they do not have
-        rows = max(rows, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0))
+    else:  # the weights are where engines run, which refuse tokens that they do not have
+        rows = max(rows, 1 + highest)
     return base.adapted(tokenizer, templates, special, rows)
 
 
@@ -127,7 +136,7 @@ class AdapterTexts:
     ) -> None:
         """`find`: the folder of an adapter's source, None where it is not on this machine. `fetch`: what brings it
         there, None where there is nothing to bring now. It may take a while: requests for the adapter wait for it the
-        first time, other requests never."""
+        first time, up to `WAIT_S`, other requests never."""
         self.base = base
         self._base_folder = base_folder
         self._find = find
@@ -137,25 +146,45 @@ class AdapterTexts:
         """Of what is known; never held while files are read."""
         self._reading = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter texts")
-        self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="adapter texts from elsewhere")
-        self._fetched_once: set[str] = set()
+        self._fetchers = ThreadPoolExecutor(FETCHES, thread_name_prefix="adapter texts from elsewhere")
+        self._fetching: set[str] = set()
+        self._fetched_once: dict[str, None] = {}
         self._tasks: dict[str, asyncio.Future[_Known]] = {}
 
     async def prepare(self, source: str) -> None:
         """Have what `of` gives, from files as they are now or were a moment ago. Does not raise: `of` does."""
         known, fetch, task = self._known.get(source), self._fetch(source), self._tasks.get(source)
-        if fetch is not None and source in self._fetched_once:
-            self._fetchers.submit(self._fetched, source, fetch)  # until it is there, what was there is used
+        if fetch is not None and source in self._fetching:
             fetch = None
+        if fetch is not None:
+            self._fetching.add(source)
+            if source in self._fetched_once:
+                self._fetchers.submit(self._fetched, source, fetch)  # until it is there, what was there is used
+                fetch = None
         first = fetch is not None or (task is not None and source not in self._fetched_once)
         if known is not None and time.monotonic() < known.checked + CHECK_S and not first:
             return
+        loop = asyncio.get_running_loop()
         if task is None:
             threads = self._thread if fetch is None else self._fetchers
-            task = asyncio.get_running_loop().run_in_executor(threads, self._fetched, source, fetch)
+            task = loop.run_in_executor(threads, self._fetched, source, fetch)
             self._tasks[source] = task
-            task.add_done_callback(lambda _: self._tasks.pop(source, None))
-        await asyncio.shield(task)
+            task.add_done_callback(lambda done: self._forget_task(source, done))
+        done, _ = await asyncio.wait({task}, timeout=WAIT_S)
+        if not done:
+            self._forget_task(source, task)
+            self._note_fetched(source)
+            await loop.run_in_executor(self._thread, self.refresh, source)
+
+    def _forget_task(self, source: str, task: asyncio.Future[_Known]) -> None:
+        if self._tasks.get(source) is task:
+            del self._tasks[source]
+
+    def _note_fetched(self, source: str) -> None:
+        with self._lock:
+            self._fetched_once[source] = None
+            while len(self._fetched_once) > MOST_KNOWN:
+                self._fetched_once.pop(next(iter(self._fetched_once)))
 
     def _fetched(self, source: str, fetch: Callable[[], None] | None) -> _Known:
         try:
@@ -164,7 +193,8 @@ class AdapterTexts:
             return self.refresh(source)
         finally:
             if fetch is not None:
-                self._fetched_once.add(source)
+                self._fetching.discard(source)
+                self._note_fetched(source)
 
     def of(self, source: str) -> TextModel:
         """The text of the adapter with this source; CheckpointError: why it cannot be used. Reads files unless it was

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import PenstockError
 from penstock.protocol import errors
-from penstock.protocol.errors import ApiError
+from penstock.protocol.errors import ApiError, sentence
 
 EVERY = [
     (errors.InvalidRequest("bad", param="n"), 400, "invalid_request_error", None),
@@ -107,3 +107,16 @@ def test_context_overflow_says_both_numbers() -> None:
     assert "2048" in alone and "3000" in alone
     both = str(errors.ContextLengthExceeded(limit=2048, prompt_tokens=2000, max_tokens=100))
     assert all(number in both for number in ("2048", "2100", "2000", "100"))
+
+
+@pytest.mark.parametrize(
+    ("problem", "want"),
+    [
+        ("no such model", "No such model."),
+        ("the file ends early.", "The file ends early."),
+        ("adapter_config.json: no rank", "adapter_config.json: no rank."),
+        ("`a` has no pools", "`a` has no pools."),
+    ],
+)
+def test_internal_problems_become_sentences(problem: str, want: str) -> None:
+    assert sentence(problem) == want

@@ -121,3 +121,4 @@ def test_text_of_an_adapter_on_a_hub_is_fetched_once_without_its_weights(hub_ser
     now = 60.0
     assert fetcher.due("hf:org/name") is None
     assert TextFetcher().due(str(folder)) is None, "a folder is read where it is"
+    assert TextFetcher().due("hf:misspelt") is None, "who asks for its text is told why there is none"

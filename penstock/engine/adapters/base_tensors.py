@@ -37,6 +37,11 @@ class BaseTensors:
         self._stored = stored
         self._config = config
 
+    @property
+    def may_be_transposed(self) -> bool:
+        """Whether matrices may be [in, out] where `fan_in_fan_out` says so; of plain linears PEFT corrects it."""
+        return self._config.by_transformers
+
     def of_layer(self, layer: int, modules: Iterable[str], kind: str) -> Tensor | None:
         """`kind` ("weight", "bias") of the first of these modules that the checkpoint has."""
         names = self._stored.names()

@@ -79,7 +79,7 @@ class LoraConfig:
     dora: bool = False
     """Whether every changed linear has a magnitude."""
     transposed: bool = False
-    """Whether the base's matrices are [in, out]."""
+    """Whether the base's matrices are [in, out], as the configuration has it."""
     biased: bool = False
     """Whether every B has a bias."""
 

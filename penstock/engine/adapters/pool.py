@@ -9,7 +9,7 @@ for ever, a sequence that has waited `PATIENCE_S` for a slot holds back later on
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from penstock.engine.adapters.loader import Read
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -46,16 +46,19 @@ class AdapterPool:
         slots: int,
         host_slots: int,
         dropped: Callable[[LoadedAdapter], None] | None = None,
+        unreadable: Collection[LoadedAdapter] = (),
         vocabulary: int = 0,
         room: int = 0,
     ) -> None:
-        """`dropped` is called with adapters that leave host memory. `vocabulary`, `room`: the model's tokens, and those
+        """`dropped` is called with adapters that leave host memory. `unreadable`: those that other ranks have lost for
+        good, by and by. `vocabulary`, `room`: the model's tokens, and those
         that adapters may have behind them."""
         self.room = room
         self._vocabulary = vocabulary
         self.slots = SlotTable(slots)
         self.registry = AdapterRegistry(specs, read, host_slots, self._drop)
         self._dropped = dropped
+        self._unreadable = unreadable
         self._entries: dict[Sequence, AdapterEntry] = {}
         """The entry that each sequence with an adapter holds."""
         self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
@@ -212,6 +215,8 @@ class AdapterPool:
 
     def poll(self, now: float) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
         """Take finished loads: sequences that have their adapter now, and those that never will."""
+        for adapter in list(self._unreadable):
+            self.registry.discard(adapter)
         outcome = self.registry.poll(now)
         ready: list[Sequence] = []
         for entry in outcome.ready:

@@ -142,6 +142,21 @@ class AdapterRegistry:
         if not entry.users:
             self._free(entry)
 
+    def discard(self, adapter: LoadedAdapter) -> bool:
+        """Free an adapter's memory though its name stays: it is read anew when it is asked for. False while it has
+        users."""
+        entry = next((entry for entry in self._host if entry.adapter is adapter), None)
+        if entry is None:
+            return True
+        if entry.users:
+            return False
+        self._free(entry)
+        entry.state = "known"
+        self.revision += 1
+        if entry.pinned:
+            self.want(entry)
+        return True
+
     def want(self, entry: AdapterEntry) -> None:
         """Start to read it, unless it is being read or in memory."""
         if entry.state in ("known", "failed"):

@@ -20,6 +20,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
+from penstock.errors import ReplicaLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,9 @@ class OtherRanks(Protocol):
         """Free their host memory."""
         ...
 
-    def renew(self, placed: dict[LoadedAdapter, int]) -> None:
-        """One of them was started again and has none: read all that are in host memory, and fill their slots."""
+    def renew(self, placed: dict[LoadedAdapter, int]) -> dict[LoadedAdapter, ReplicaLost]:
+        """One of them was started again and has none: read all that are in host memory, and fill their slots. Returns
+        those in slots that it cannot read, and why."""
         ...
 
 
@@ -116,7 +118,9 @@ class AdapterRuntime:
     def renew(self) -> None:
         """Another rank was started again: give it what it had."""
         if self._others is not None:
-            self._others.renew(self.pool.slots.placed)
+            for adapter, problem in self._others.renew(self.pool.slots.placed).items():
+                if not self.pool.registry.discard(adapter):
+                    raise problem
 
     def touches_further(self, batch: Batch) -> bool:
         """Whether a batch needs the decoder of that name."""

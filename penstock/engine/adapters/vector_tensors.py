@@ -226,7 +226,7 @@ class VectorTensors:
             found = None
         elif changed.layer is not None:
             found = self.base.of_layer(changed.layer, changed.names, "weight")
-            if found is not None and self.config.transposed:
+            if found is not None and self.config.transposed and self.base.may_be_transposed:
                 found = found.t()
         else:
             end = self.cut.whole.sites[changed.index].end

@@ -134,6 +134,10 @@ class Called(Protocol):
     def await_restart(self, generation: int) -> bool: ...
 
 
+class _Unreadable(ReplicaLost):
+    """A rank that was started again cannot have an adapter that it had."""
+
+
 class LeadAdapters:
     """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
 
@@ -149,6 +153,8 @@ class LeadAdapters:
         """Dropped while not all ranks were there."""
         self._missing: dict[LoadedAdapter, Future[None] | None] = {}
         """What a rank that was started again has not read yet; a future while it does."""
+        self.unreadable: dict[LoadedAdapter, ReplicaLost] = {}
+        """What it cannot read, because the files have changed or are gone: nobody may use it any more."""
 
     def read(self, name: str, source: str) -> LoadedAdapter:
         """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread. Where a rank is lost meanwhile and
@@ -195,6 +201,7 @@ class LeadAdapters:
         with self._lock:
             number = self._known.pop(adapter).number
             self._missing.pop(adapter, None)
+            self.unreadable.pop(adapter, None)
         self._forget(number)
 
     def _forget(self, number: int) -> None:
@@ -204,20 +211,26 @@ class LeadAdapters:
             with self._lock:
                 self._undropped.append(number)
 
-    def renew(self, placed: dict[LoadedAdapter, int]) -> None:
+    def renew(self, placed: dict[LoadedAdapter, int]) -> dict[LoadedAdapter, ReplicaLost]:
         """Ranks that have an adapter answer at once. Waits for the files of those in slots; the others are read behind
         the steps, or when they get a slot before that."""
         with self._lock:
             undropped, self._undropped = self._undropped, []
             self._missing = dict.fromkeys(self._known)
+            self.unreadable.clear()
             generation = self._ranks.generation
         for number in undropped:
             self._forget(number)
+        unreadable: dict[LoadedAdapter, ReplicaLost] = {}
         for adapter, slot in placed.items():
-            self.put(slot, adapter)
+            try:
+                self.put(slot, adapter)
+            except _Unreadable as error:
+                unreadable[adapter] = error
         if self._missing:
             read = threading.Thread(target=self._read_missing, args=(generation,), name="adapters again", daemon=True)
             read.start()
+        return unreadable
 
     def _read_missing(self, generation: int) -> None:
         while self._ranks.generation == generation:
@@ -245,6 +258,9 @@ class LeadAdapters:
         try:
             self._read_again(adapter, known)
         except BaseException as error:
+            if isinstance(error, _Unreadable):
+                with self._lock:
+                    self.unreadable[adapter] = error
             done.set_exception(error)
             raise
         with self._lock:
@@ -259,9 +275,11 @@ class LeadAdapters:
             try:
                 version = answer.result()
             except PenstockError as error:
-                raise ReplicaLost(f"the adapter {adapter.name} could not be read again: {error}") from error
+                if isinstance(error, ReplicaLost):
+                    raise
+                raise _Unreadable(f"the adapter {adapter.name} could not be read again: {error}") from error
             if version != adapter.version:
-                raise ReplicaLost(f"{known.source} has changed since the adapter {adapter.name} was read")
+                raise _Unreadable(f"{known.source} has changed since the adapter {adapter.name} was read")
 
 
 class FollowingAdapters:

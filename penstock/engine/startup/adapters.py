@@ -201,6 +201,7 @@ def manage_adapters(
         slots=slots,
         host_slots=host_slots,
         dropped=lead.drop,
+        unreadable=lead.unreadable,
         vocabulary=vocabulary,
         room=room,
     )

@@ -19,7 +19,7 @@ from penstock.gateway.generation.tool_choice import for_template
 from penstock.gateway.generation.tool_schemas import (
     ToolDefinition,
 )
-from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
+from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest, sentence
 from penstock.text import ChatTemplateError, TemplateTooHeavy
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.toolbox import Tool
@@ -84,8 +84,7 @@ class Tokenization:
                     return encode(quick=True)
             return await self.run(tenant, size, encode)
         except ChatTemplateError as error:
-            message = str(error)
-            raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
+            raise InvalidRequest(sentence(error), param="messages") from error
 
     async def decode(
         self, model: TokenizedModel, tokens: Sequence[int], *, tenant: str, skip_special: bool = False

@@ -380,6 +380,7 @@ async def compose(
         if isinstance(responses, ResponseStore):
             detached = BackgroundResponses(
                 responses.background,
+                authentication.holder,
                 most=settings.background_per_tenant,
                 lease_s=settings.gateway_timeout_s,
                 metrics=metrics.registry,

@@ -29,7 +29,7 @@ from penstock.protocol.control import (
     decode_from_supervisor,
     line,
 )
-from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, ServiceUnavailable, sentence
 from penstock.protocol.fleet_state import FleetState
 
 log = logging.getLogger("penstock.gateway")
@@ -105,7 +105,7 @@ class SupervisorLink:
         finally:
             del self._waiting[number]
         if done.error:
-            raise InvalidRequest(f"{done.error[:1].upper()}{done.error[1:]}.")
+            raise InvalidRequest(sentence(done.error))
 
     def report(self, loads: Loads) -> None:
         """Tells the supervisor how loaded models are."""

@@ -15,7 +15,7 @@ from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.quality.feedback import Feedback, Rating, Selection
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable, sentence
 from penstock.storage import DatabaseError
 
 COMMENT = 4000
@@ -90,8 +90,7 @@ class FeedbackEndpoints:
             only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating, asked.via, asked.arm)
             votes, totals = await store.votes(only, asked.limit), await store.totals(only)
         except LedgerError as error:
-            message = str(error)
-            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
+            raise InvalidRequest(sentence(error), param="since") from error
         except DatabaseError as error:
             raise _away() from error
         await exchange.reply_json({"object": "list", "data": [vote.shown() for vote in votes], "totals": totals})

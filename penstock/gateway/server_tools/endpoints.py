@@ -10,7 +10,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable, sentence
 from penstock.storage import DatabaseError
 from penstock.tools.execution import Function, ToolError, ToolRegistry
 from penstock.tools.execution.specs import ToolSpec
@@ -65,7 +65,6 @@ async def _guard(work: Awaitable[T]) -> T:
     try:
         return await work
     except (ToolError, ConfigError) as error:
-        message = str(error)
-        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
+        raise InvalidRequest(sentence(error)) from error
     except DatabaseError as error:
         raise ServiceUnavailable("The tool store is unavailable at the moment.") from error

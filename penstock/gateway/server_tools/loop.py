@@ -35,7 +35,7 @@ from penstock.gateway.generation.tool_schemas import (
 )
 from penstock.gateway.generation.turn import Turn, TurnRecorder
 from penstock.gateway.server_tools.steps import StepMessage, StepsRenderer, StepTotals, shown
-from penstock.protocol.errors import ApiError, DataRuleForbids, InvalidRequest
+from penstock.protocol.errors import ApiError, DataRuleForbids, InvalidRequest, sentence
 from penstock.telemetry.logging import RequestRecord, log_request
 from penstock.tools.execution import Offer, Outcome, ToolError, ToolRegistry
 from penstock.tools.toolbox import MAX_CALLS
@@ -105,8 +105,7 @@ class ServerTools:
                 exchange, request, await self.registry.offers(exchange.caller.access, request.server_tools or ())
             )
         except ToolError as error:
-            message = str(error)
-            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="server_tools") from error
+            raise InvalidRequest(sentence(error), param="server_tools") from error
 
     def _permitted(self, exchange: Exchange, request: ChatRequest, offers: dict[str, Offer]) -> dict[str, Offer]:
         """Those that may get data of the request. One that the request names is refused, not left out."""

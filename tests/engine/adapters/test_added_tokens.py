@@ -11,6 +11,7 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
+from tests.engine.adapters.company import TIGHT, assert_same_in_company, one_by_one
 from tests.engine.adapters.test_end_rows import BOTH, failure, replaced, write_saved
 from tests.engine.adapters.test_equals_merging import TIE, ask
 from tests.engine.harness import assert_idle, drain, generate, make_engine
@@ -56,11 +57,7 @@ def mixed(count: int = 12) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(base: Path, specs: tuple[AdapterSpec, ...]) -> dict[str, list[int]]:
-    engine = make_engine(base, adapters=specs)
-    found: dict[str, list[int]] = {}
-    for request in mixed():
-        found |= generate(engine, request)
-    return found
+    return one_by_one(make_engine(base, adapters=specs), mixed())
 
 
 def test_they_are_read_and_generated(base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]) -> None:
@@ -77,11 +74,7 @@ def test_they_are_read_and_generated(base: Path, specs: tuple[AdapterSpec, ...],
 def test_in_company_each_request_gets_what_it_gets_alone(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
 ) -> None:
-    settings: dict[str, Any] = {"num_blocks": 30, "block_size": 4, "token_budget": 16, "adapter_slots": 2}
-    engine = make_engine(base, adapters=specs, speculation="ngram", **settings)
-    assert generate(engine, *mixed()) == alone
-    assert engine.load_snapshot().preemptions > 0
-    assert_idle(engine)
+    assert_same_in_company(base, specs, mixed(), alone, TIGHT | {"num_blocks": 30})
 
 
 def test_a_draft_model_need_not_know_them(

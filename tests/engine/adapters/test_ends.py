@@ -16,6 +16,13 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.cpu.executor import RecordedExecutor
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
+from tests.engine.adapters.company import (
+    assert_same_in_company,
+    assert_same_in_deterministic_company,
+    assert_same_on_ranks,
+    on_grids,
+    one_by_one,
+)
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
 from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
@@ -158,11 +165,7 @@ def mixed(count: int = 12) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(base: Path, specs: tuple[AdapterSpec, ...]) -> dict[str, list[int]]:
-    engine = make_engine(base, adapters=specs)
-    found: dict[str, list[int]] = {}
-    for request in mixed():
-        found |= generate(engine, request)
-    return found
+    return one_by_one(make_engine(base, adapters=specs), mixed())
 
 
 def test_steps_with_them_are_recorded(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
@@ -173,40 +176,21 @@ def test_steps_with_them_are_recorded(base: Path, specs: tuple[AdapterSpec, ...]
     assert executor.further.has_head
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_blocks": 24, "block_size": 4, "token_budget": 16, "adapter_slots": 2, "speculation": "ngram"},
-        {"deterministic": True, "token_budget": 24},
-    ],
-    ids=["preemption, few slots, speculation", "deterministic"],
-)
 def test_in_company_each_request_gets_what_it_gets_alone(
-    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], settings: dict[str, Any]
+    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
 ) -> None:
-    engine = make_engine(base, adapters=specs, **settings)
-    if settings.get("deterministic"):
-        found: dict[str, list[int]] = {}
-        for request in mixed():
-            found |= generate(engine, request)
-        assert generate(make_engine(base, adapters=specs, **settings), *mixed()) == found
-        return
-    assert generate(engine, *mixed()) == alone
-    assert engine.load_snapshot().preemptions > 0
-    assert_idle(engine)
+    assert_same_in_company(base, specs, mixed(), alone)
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [(2, 2), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((1, 3), marks=pytest.mark.slow)],
-    ids=str,
-)
+def test_in_deterministic_company_too(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    assert_same_in_deterministic_company(base, specs, mixed)
+
+
+@on_grids
 def test_ranks_give_the_same(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]
 ) -> None:
-    with threaded_engine(base, *grid, adapters=specs, token_budget=32) as engine:
-        assert generate(engine, *mixed()) == alone
-        assert_idle(engine)
+    assert_same_on_ranks(base, specs, mixed(), alone, grid)
 
 
 @pytest.mark.slow

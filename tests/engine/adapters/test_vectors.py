@@ -17,11 +17,17 @@ from penstock.engine.adapters.layout import PlacedSite, Site
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
 from penstock.engine.request import Request
+from tests.engine.adapters.company import (
+    assert_same_in_company,
+    assert_same_in_deterministic_company,
+    assert_same_on_ranks,
+    on_grids,
+    one_by_one,
+)
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_end_rows import failure
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
-from tests.engine.harness import assert_idle, generate, make_engine
-from tests.engine.parallel.threads import threaded_engine
+from tests.engine.harness import generate, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 FILE = "adapter_model.safetensors"
@@ -114,11 +120,7 @@ def mixed(count: int = 12) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(base: Path, specs: tuple[AdapterSpec, ...]) -> dict[str, list[int]]:
-    engine = make_engine(base, adapters=specs)
-    found: dict[str, list[int]] = {}
-    for request in mixed():
-        found |= generate(engine, request)
-    return found
+    return one_by_one(make_engine(base, adapters=specs), mixed())
 
 
 def test_they_equal_merging_them(base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]) -> None:
@@ -135,40 +137,22 @@ def test_they_equal_merging_them(base: Path, specs: tuple[AdapterSpec, ...], alo
     assert different >= 6, "the adapters make no difference"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_blocks": 24, "block_size": 4, "token_budget": 16, "adapter_slots": 2, "speculation": "ngram"},
-        pytest.param({"deterministic": True, "token_budget": 24}, marks=pytest.mark.slow),
-    ],
-    ids=["preemption, few slots, speculation", "deterministic"],
-)
 def test_in_company_each_request_gets_what_it_gets_alone(
-    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], settings: dict[str, Any]
+    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
 ) -> None:
-    engine = make_engine(base, adapters=specs, **settings)
-    if settings.get("deterministic"):
-        found: dict[str, list[int]] = {}
-        for request in mixed():
-            found |= generate(engine, request)
-        assert generate(make_engine(base, adapters=specs, **settings), *mixed()) == found
-        return
-    assert generate(engine, *mixed()) == alone
-    assert engine.load_snapshot().preemptions > 0
-    assert_idle(engine)
+    assert_same_in_company(base, specs, mixed(), alone)
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [(2, 2), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((1, 3), marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+def test_in_deterministic_company_too(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    assert_same_in_deterministic_company(base, specs, mixed)
+
+
+@on_grids
 def test_ranks_give_the_same(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]
 ) -> None:
-    with threaded_engine(base, *grid, adapters=specs, token_budget=32) as engine:
-        assert generate(engine, *mixed()) == alone
-        assert_idle(engine)
+    assert_same_on_ranks(base, specs, mixed(), alone, grid)
 
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
@@ -194,19 +178,25 @@ def test_other_steps_stay_recorded(base: Path, specs: tuple[AdapterSpec, ...]) -
 
 
 def test_prefixes_and_reloads_know_them(base: Path, tmp_path: Path) -> None:
-    """An adapter that differs in its magnitudes alone is another one."""
-    first = write_vectors(tmp_path / "a", base, dora=True)
+    """An adapter that differs in its magnitudes, biases or norms alone is another one."""
+    first = write_vectors(tmp_path / "a", base, dora=True, bias="all", modules_to_save=["norm"])
+    config = json.loads((first / "adapter_config.json").read_text())
+    # Of linears PEFT takes it for false, with a warning.
+    (first / "adapter_config.json").write_text(json.dumps({**config, "fan_in_fan_out": True}))
     tensors = load_file(first / FILE)
     engine = make_engine(base, adapters=(AdapterSpec("a", str(first)),))
     prompt = prompts(1)[0]
     before = generate(engine, ask("1", prompt, "a"))["1"]
-    for key in tensors:
-        if key.endswith("magnitude_vector"):
-            tensors[key] = tensors[key].flip(0).contiguous()
-    save_file(tensors, first / FILE)
     pool: Any = engine.runner.adapters.pool  # type: ignore[union-attr]
-    pool.load(AdapterSpec("a", str(first)), lambda status: None)
-    after = generate(engine, ask("2", prompt, "a"))["2"]
+    versions = {pool.version("a")}
+    for end in ("norm.weight", "q_proj.base_layer.bias", "magnitude_vector"):
+        changed = {key: value.flip(0).contiguous() for key, value in tensors.items() if key.endswith(end)}
+        tensors |= changed
+        save_file(tensors, first / FILE)
+        pool.load(AdapterSpec("a", str(first)), lambda status: None)
+        after = generate(engine, ask(end, prompt, "a"))[end]
+        assert changed and pool.version("a") not in versions, end
+        versions.add(pool.version("a"))
     assert before != after
     assert Reference(merged(base, first, tmp_path / "merged")).agrees(prompt, after, TIE)
 

@@ -230,6 +230,26 @@ def test_one_that_is_unloaded_while_the_rank_starts_is_gone_everywhere(
         assert numbers[2] in numbers[:2]
 
 
+@pytest.mark.parametrize("slots", [1, 2], ids=["in no slot", "in a slot"])
+def test_one_that_nobody_uses_is_read_anew_where_its_files_have_changed_since(
+    base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path, slots: int
+) -> None:
+    folder = Path(shutil.copytree(specs[0].source, tmp_path / "a"))
+    both = (AdapterSpec("a", str(folder)), AdapterSpec("b", specs[1].source))
+    with restartable(base, 1, 2, adapters=both, adapter_slots=slots, adapter_rank=20) as engine:
+        pool = engine.adapters
+        assert pool is not None
+        before = generate(engine, ask("a", [1, 2, 3], "a", 12))["a"]
+        expected, version = generate(engine, ask("b", [1, 2, 3], "b", 12)), pool.version("a")
+        shutil.rmtree(folder)
+        shutil.copytree(specs[1].source, folder)
+        assert collect(run_losing(engine, [ask("b", [1, 2, 3], "b", 12)], 1, at=3)) == expected
+        assert eventually(lambda: pool.poll(0.0) and pool.version("a") is None)
+        assert generate(engine, ask("a", [1, 2, 3], "a", 12))["a"] == expected["b"] != before
+        assert pool.version("a") not in (None, version)
+        assert_idle(engine)
+
+
 @pytest.mark.slow
 def test_files_that_have_changed_since_end_the_engine(
     base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path

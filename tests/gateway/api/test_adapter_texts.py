@@ -21,6 +21,7 @@ from penstock.identity.access import Access
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.sources.adapters import adapter_folder
+from penstock.text import adapter_text as texts_module
 from penstock.text import load_text
 from penstock.text.adapter_text import AdapterTexts, adapter_text
 from tests.engine.adapters.test_end_rows import write_saved
@@ -219,6 +220,41 @@ async def test_requests_wait_for_files_that_are_fetched_the_first_time_only(base
     await texts.prepare("elsewhere")
     assert not due and texts.of("elsewhere") is not text
     go_on.set()
+
+
+async def test_a_store_that_does_not_answer_holds_up_the_first_requests_only_so_long(
+    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts_module, "WAIT_S", 0.05)
+    monkeypatch.setattr(texts_module, "CHECK_S", 0.0)
+    text, answers, begun = load_text(base), threading.Event(), []
+
+    def fetch(source: str) -> Callable[[], None]:
+        def work() -> None:
+            begun.append(source)
+            assert answers.wait(60)
+
+        return work
+
+    texts = AdapterTexts(text, base, lambda source: adapter if answers.is_set() else None, fetch)
+    try:
+        for source in ("a", "b", "a", "b", "c", "d", "e", "a"):
+            await texts.prepare(source)
+            assert texts.of(source) is text
+    finally:
+        answers.set()
+        await asyncio.to_thread(texts._fetchers.shutdown)
+    assert sorted(begun) == ["a", "b", "c", "d", "e"], "none is asked again before it has answered"
+    texts.refresh("a")
+    assert texts.of("a") is not text
+
+
+def test_a_token_id_that_tables_have_no_place_for_is_refused(base: Path, tmp_path: Path) -> None:
+    raw = json.loads((own_text(tmp_path / "a", weights=False) / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["far"] = 4_000_000_000
+    (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="has the token id 4000000000"):
+        adapter_text(tmp_path / "a", load_text(base), base)
 
 
 async def test_no_request_reads_files_on_the_event_loop(base: Path, adapter: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import openai
 import pytest
 
 from penstock.gateway.api.openai.responses import background
-from penstock.gateway.api.openai.responses.background_store import split_events
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
 from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
-from penstock.storage import open_database
+from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
 from tests.gateway.accounting.test_admission import held, one_at_a_time
 from tests.gateway.accounting.test_quotas import sign_in
@@ -76,11 +78,15 @@ async def test_a_client_leaves_its_stream_and_comes_back(serving: Serving, text:
         await stream.close()
         id = first[0].response.id
         following: Any = await client.responses.retrieve(id, stream=True, starting_after=1)
+        beginning: Any = await client.responses.retrieve(id, stream=True)
+        (run,) = running.parts.background_responses._tasks  # type: ignore[union-attr]
+        assert run.stored_events == 2 and not run.events  # what is stored needs no memory
         running.engine.hold = False
         rest = [event async for event in following]
         assert rest[0].type == "response.in_progress" and rest[-1].type == "response.completed"
         assert rest[-1].response.output_text == "Hello, world!"
         assert numbers(first + rest) == list(range(len(first + rest)))
+        assert numbers([event async for event in beginning]) == numbers(first + rest)
         # The same events come from the store, from any of them on.
         for after in (None, 0, 7, len(rest)):
             asked = {} if after is None else {"starting_after": after}
@@ -187,13 +193,58 @@ async def test_a_place_is_asked_for_again(
 
     monkeypatch.setattr(background, "_pause", pause)
     async with serving(held(text), **stored(tmp_path), admission=one_at_a_time(wait_s=0.05)) as running:
-        ids = [(await create(running, background=True)).json()["id"] for _ in range(2)]
+        begun = [(await create(running, background=True)).json() for _ in range(2)]
+        ids = [response["id"] for response in begun]
         await eventually(lambda: len(asked) >= 3)
         assert set(asked) == {503}
         assert (await running.client.get(f"/v1/responses/{ids[1]}")).json()["status"] == "queued"
         running.engine.hold = False
-        for id in ids:
-            assert (await ended(running, id))["status"] == "completed"
+        for response in begun:
+            found = await ended(running, response["id"])
+            assert (found["status"], found["created_at"]) == ("completed", response["created_at"])
+            vote = {"response_id": found["id"], "rating": "up"}
+            voted = await running.client.post("/v1/feedback", json=vote)
+            assert voted.status_code == 200, voted.text
+
+
+async def test_a_key_that_was_revoked_gets_no_place(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_pause", lambda reply, attempt: 0.05 if reply.status == 503 else None)
+    one = one_at_a_time(wait_s=0.05)
+    async with serving(held(text), **stored(tmp_path), admission=one, key_fresh_s=0.05) as running:
+        await sign_in(running)
+        await create(running, background=True)
+        asked = {"tenant": "acme", "scopes": ["inference"]}
+        key = (await running.client.post("/v1/admin/keys", json=asked)).json()["key"]
+        waiting = await running.client.post(
+            "/v1/responses",
+            json={"model": "tiny", "input": "hi", "background": True},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        gone = await running.client.delete(f"/v1/admin/keys/{key.rpartition('_')[0]}")
+        assert gone.status_code == 200, gone.text
+        found = await ended(running, waiting.json()["id"])
+        assert found["status"] == "failed" and "is revoked" in found["error"]["message"], found
+        running.engine.hold = False
+
+
+async def test_the_end_waits_for_the_store(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_end, failed = BackgroundStore.end, list[str]()
+
+    async def end(self: BackgroundStore, id: str, *about: Any) -> bool:
+        if not failed:
+            failed.append(id)
+            raise DatabaseError("away")
+        return await store_end(self, id, *about)
+
+    monkeypatch.setattr(BackgroundStore, "end", end)
+    monkeypatch.setattr(background, "BEAT_S", 0.02)
+    async with serving(**stored(tmp_path)) as running:
+        id = (await create(running, background=True)).json()["id"]
+        assert (await ended(running, id))["status"] == "completed" and failed == [id]
 
 
 async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path: Path) -> None:
@@ -207,6 +258,32 @@ async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path
         with suppress(httpx.HTTPError, openai.APIError):  # a busy machine may cut the connection first
             async for event in stream:
                 assert event.type in ("response.queued", "response.in_progress", "error", "response.failed")
+    async with serving(**stored(tmp_path)) as running:
+        for id in ids:
+            found = (await running.client.get(f"/v1/responses/{id}")).json()
+            assert found["status"] == "failed" and "server" in found["error"]["message"], found
+
+
+async def test_a_shutdown_waits_for_ends_that_are_being_stored(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_end, closing = BackgroundStore.end, asyncio.Event()
+    close = background.BackgroundResponses.close
+
+    async def slowly(self: BackgroundStore, *about: Any) -> bool:
+        await closing.wait()  # the drain is over before the first of them is written
+        await asyncio.sleep(0)
+        return await store_end(self, *about)
+
+    async def told(self: background.BackgroundResponses) -> None:
+        asyncio.get_running_loop().call_later(0.05, closing.set)
+        await close(self)
+
+    monkeypatch.setattr(BackgroundStore, "end", slowly)
+    monkeypatch.setattr(background.BackgroundResponses, "close", told)
+    async with serving(held(text), **stored(tmp_path), drain_s=0.05) as running:
+        ids = [(await create(running, background=True)).json()["id"] for _ in range(3)]
+        await eventually(lambda: len(running.engine.seen) == 3)
     async with serving(**stored(tmp_path)) as running:
         for id in ids:
             found = (await running.client.get(f"/v1/responses/{id}")).json()
@@ -257,17 +334,26 @@ async def test_another_gateway_shows_follows_and_cancels(serving: Serving, text:
         assert (await ended(one, cancelled))["status"] == "cancelled"
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_a_killed_gateway_leaves_a_failed_response(
-    tmp_path: Path, kind: str, request: pytest.FixtureRequest
-) -> None:
-    now = [1000.0]
+@asynccontextmanager
+async def kept(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Database]:
+    """An empty database."""
     url = f"sqlite:///{tmp_path / 'state.db'}"
     if kind == "postgres":
         url = request.getfixturevalue("postgres_url")
         await emptied(url)
     database = await open_database(url)
     try:
+        yield database
+    finally:
+        await database.close()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_a_killed_gateway_leaves_a_failed_response(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    now = [1000.0]
+    async with kept(tmp_path, kind, request) as database:
         store = ResponseStore(database, keep_s=1000.0, most=10, clock=lambda: now[0])
         await store.prepare()
         response = json.dumps({"id": "resp_1", "model": "m", "status": "queued", "background": True}).encode()
@@ -275,7 +361,7 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         await store.background.begin("resp_1", "me", 20.0, events=b"", **about)
         assert await store.background.running("resp_1") and await store.conversation("resp_1", "t") is None
         now[0] += 15.0
-        assert await store.background.keep("me", 20.0, [], []) == {"resp_1"}
+        assert await store.background.keep("me", 20.0, ["resp_1"], [], []) == {"resp_1"}
         now[0] += 15.0
         assert json.loads(await store.response("resp_1", "t") or b"")["status"] == "queued"
         now[0] += 10.0
@@ -283,12 +369,12 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         assert found["status"] == "failed" and "stopped before its end" in found["error"]["message"]
         # Its owner was only slow: the end stands.
         assert not await store.background.end("resp_1", "me", response, [])
-        assert await store.background.keep("me", 20.0, [], []) == set()
+        assert await store.background.keep("me", 20.0, ["resp_1"], [], []) == set()
         # Events come in chunks, and one that is written again replaces itself.
         chunks = [b"event: a\ndata: 0\n\nevent: b\ndata: 1\n\n", b"event: c\ndata: 2\n\n", b"event: d\ndata: 3\n\n"]
         await store.background.begin("resp_2", "me", 20.0, events=chunks[0], **about)
-        await store.background.keep("me", 20.0, [("resp_2", response)], [("resp_2", 2, chunks[1])])
-        await store.background.keep("me", 20.0, [], [("resp_2", 2, chunks[1] + chunks[2])])
+        await store.background.keep("me", 20.0, ["resp_2"], [("resp_2", response)], [("resp_2", 2, chunks[1])])
+        await store.background.keep("me", 20.0, ["resp_2"], [], [("resp_2", 2, chunks[1] + chunks[2])])
         whole = split_events(b"".join(chunks))
         for after in range(-1, 4):
             assert await store.background.events("resp_2", after) == whole[after + 1 :]
@@ -296,7 +382,38 @@ async def test_a_killed_gateway_leaves_a_failed_response(
         assert not await store.background.running("resp_2")
         (failed,) = await store.background.events("resp_2", 3)
         assert failed.startswith(b"event: response.failed") and b'"sequence_number":4' in failed
+        # What its owner, which was only slow, would add behind the end or behind a deletion, is dropped.
+        late = [("resp_2", 4, chunks[2]), ("resp_2", 5, chunks[2])]
+        assert await store.background.keep("me", 20.0, ["resp_2"], [], late) == set()
+        assert await store.background.events("resp_2", 3) == [failed]
         assert await store.background.events("resp_2", 4) == [] and await store.delete("resp_2", "t")
-        assert not await store.background.recorded("resp_2")
-    finally:
-        await database.close()
+        await store.background.keep("me", 20.0, ["resp_2"], [], late)
+        assert not await store.background.events("resp_2", -1) and not await store.background.recorded("resp_2")
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_the_oldest_are_deleted_and_leases_are_single(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    now = [1000.0]
+    async with kept(tmp_path, kind, request) as database:
+        store = ResponseStore(database, keep_s=1000.0, most=2, clock=lambda: now[0])
+        await store.prepare()
+        response = json.dumps({"id": "x", "model": "m", "status": "queued", "background": True}).encode()
+        about: Any = {"tenant": "t", "user": "", "response": response, "items": [], "events": b"event: a\n\n"}
+        for number in range(4):
+            now[0] += 1.0
+            await store.background.begin(f"resp_{number}", "me", 20.0, **about)
+            if number:
+                assert await store.background.end(f"resp_{number}", "me", response, [])
+        # The first is still generated; of the others two are left, with their events.
+        await store.put("resp_4", "t", response, [])
+        left = {str(row[0]) for row in await database.fetch("SELECT id FROM responses")}
+        assert left == {"resp_0", "resp_3", "resp_4"}
+        assert {row[0] for row in await database.fetch("SELECT response FROM response_events")} == {"resp_0", "resp_3"}
+        # A lease that is not renewed expires, whatever else its owner generates.
+        await store.background.begin("resp_5", "me", 20.0, **about)
+        now[0] += 15.0
+        assert await store.background.keep("me", 20.0, ["resp_5"], [], []) == {"resp_0", "resp_5"}
+        now[0] += 10.0
+        assert not await store.background.running("resp_0") and await store.background.running("resp_5")

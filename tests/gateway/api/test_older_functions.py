@@ -78,6 +78,14 @@ async def test_a_streamed_call(serving: Serving, text: TextModel) -> None:
             if call := chunk.choices[0].delta.function_call:
                 name, arguments = name + (call.name or ""), arguments + (call.arguments or "")
         assert (name, arguments) == ("get_weather", ARGUMENTS)
+        # Each of several choices has a call of its own.
+        both = [json.loads(chunk) for chunk in events((await running.chat(**{**asked, "n": 2})).text)[:-2]]
+        for index in range(2):
+            own = [chunk["choices"][0] for chunk in both if chunk["choices"][0]["index"] == index]
+            calls = [choice["delta"]["function_call"] for choice in own if "function_call" in choice["delta"]]
+            assert calls[0] == {"name": "get_weather", "arguments": ""}
+            assert "".join(call["arguments"] for call in calls) == ARGUMENTS
+            assert own[-1]["finish_reason"] == "function_call"
 
 
 async def test_which_function_is_called(serving: Serving, text: TextModel) -> None:

@@ -11,7 +11,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.metering.audit import AuditStore, Outcome
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
-from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, ServiceUnavailable, sentence
 from penstock.storage import DatabaseError
 
 MOST = 10_000
@@ -50,8 +50,7 @@ class AuditEndpoints:
                 limit=asked.limit,
             )
         except LedgerError as error:
-            message = str(error)
-            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
+            raise InvalidRequest(sentence(error), param="since") from error
         except DatabaseError as error:
             raise ServiceUnavailable("The audit log cannot be read at the moment.") from error
         await exchange.reply_json({"object": "list", "data": [msgspec.to_builtins(entry) for entry in entries]})

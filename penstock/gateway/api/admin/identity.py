@@ -19,7 +19,7 @@ from penstock.identity.labels import NO_DEMAND, Demand, LabelError, RequireField
 from penstock.identity.store import IdentityError
 from penstock.metering.ledger import Ledger
 from penstock.metering.spend import NOTHING, spent, spent_by_key
-from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable, NotFound
+from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable, NotFound, sentence
 from penstock.storage import DatabaseError
 
 LATEST = 253_402_300_799
@@ -221,8 +221,7 @@ async def guard(work: Any) -> Any:
     try:
         return await work
     except IdentityError as error:
-        message = str(error)
-        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
+        raise InvalidRequest(sentence(error)) from error
     except DatabaseError as error:
         raise KeyStoreUnavailable("The store of tenants and keys cannot be reached at the moment.") from error
 
@@ -247,5 +246,4 @@ def required(given: RequireField | None, rule: str) -> Demand | None:
     try:
         return demand_of(given.items(), rule)
     except LabelError as error:
-        message = str(error)
-        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="require") from error
+        raise InvalidRequest(sentence(error), param="require") from error

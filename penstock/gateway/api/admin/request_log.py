@@ -14,7 +14,7 @@ from penstock.gateway.generation.permissions import Permissions
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
 from penstock.metering.request_store import RequestStore
-from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, ServiceUnavailable, sentence
 from penstock.storage import DatabaseError
 
 MOST = 10_000
@@ -68,8 +68,7 @@ class RequestLogEndpoints:
                 limit=asked.limit,
             )
         except LedgerError as error:
-            message = str(error)
-            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
+            raise InvalidRequest(sentence(error), param="since") from error
         except DatabaseError as error:
             raise ServiceUnavailable("The request log cannot be read at the moment.") from error
         if own:

@@ -14,7 +14,7 @@ from penstock.gateway.generation.permissions import Permissions
 from penstock.identity import Caller
 from penstock.metering.ledger import Dimension, Ledger, LedgerError, Total
 from penstock.metering.reports import dimensions, moment, rows
-from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+from penstock.protocol.errors import InvalidRequest, ServiceUnavailable, sentence
 from penstock.storage import DatabaseError
 
 OTHER = "other"
@@ -49,8 +49,7 @@ class UsageEndpoints:
                 by, since=since, until=until, tenant=tenant, user=exchange.caller.only_user
             )
         except LedgerError as error:
-            message = str(error)
-            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
+            raise InvalidRequest(sentence(error)) from error
         except DatabaseError as error:
             raise ServiceUnavailable("The ledger cannot be read at the moment.") from error
         totals = self._visible(exchange.caller, by, totals)

@@ -21,17 +21,24 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.api.openai.responses.background_run import BackgroundRun, WorkRequest
-from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore
 from penstock.gateway.api.openai.responses.output_calls import Event
-from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS, ResponseRenderer
+from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS
 from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.store import ResponseRecord
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.app.memory_request import Reply
-from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.schemas import ChatMessage
-from penstock.protocol.errors import ApiError, Draining, Overloaded, RateLimitExceeded, ServiceUnavailable
+from penstock.identity import Caller
+from penstock.protocol.errors import (
+    ApiError,
+    AuthenticationError,
+    Draining,
+    Overloaded,
+    RateLimitExceeded,
+    ServiceUnavailable,
+)
 from penstock.storage import DatabaseError
 from penstock.telemetry.exposition import MetricRegistry
 
@@ -44,6 +51,8 @@ QUEUE_S = 600.0
 LONGEST_PAUSE_S = 30.0
 BEAT_S = 1.0
 """How often leases are renewed, new events stored, and cancellations through other gateways noticed."""
+CLOSE_S = 5.0
+"""How long the ends of responses may take to be stored when the gateway closes."""
 POLL_S = 0.25
 """How often events that another gateway stores are looked for."""
 _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
@@ -51,73 +60,18 @@ _AWAY = "The store of responses cannot be reached at the moment."
 SHUTDOWN = ("server_shutdown", "The server was shut down before this response was finished. Send the request again.")
 
 Answerer = Callable[[Exchange], Awaitable[None]]
-
-
-class BackgroundRenderer(Renderer):
-    """Writes the events of a response into its run. `exchange`: of the request in memory."""
-
-    def __init__(
-        self,
-        responses: BackgroundResponses,
-        run: BackgroundRun,
-        exchange: Exchange,
-        inner: ResponseRenderer,
-        record: ResponseRecord,
-    ) -> None:
-        self._responses = responses
-        self._run = run
-        self._exchange = exchange
-        self._inner = inner
-        self._record = record
-        self._head = inner.head
-        self._last = b""
-        self.admitted = self._accept
-
-    async def _accept(self) -> None:
-        run, exchange = self._run, self._exchange
-        if not run.accepted.done():
-            await self._responses.accept(run, self._head, self._record)
-            run.ignored = list(exchange.ignored)
-            run.accepted.set_result(list(exchange.extra_headers))
-
-    def opening(self) -> bytes:
-        run, opened = self._run, self._inner.opening()
-        run.begun = True
-        run.response = {**self._head, "status": "in_progress"}
-        run.record(split_events(opened))
-        self._responses.wake()
-        return opened
-
-    def event(self, piece: Piece) -> bytes:
-        written = self._inner.event(piece)
-        self._run.record(split_events(written))
-        return written
-
-    def closing(self) -> bytes:
-        self._last = self._inner.closing()
-        return self._last
-
-    def whole(self, pieces: list[list[Piece]]) -> bytes:
-        raise NotImplementedError("a response in the background is always streamed")
-
-    def failure(self, error: ApiError) -> bytes:
-        self._last = self._inner.failure(error)
-        self._run.failure = self._inner.body
-        self._run.record(split_events(self._last))
-        return self._last
-
-    async def before_end(self) -> None:
-        """Stores the end; the last event is sent when that is done."""
-        await self._inner.before_end()
-        conversation = [*self._record.conversation, *self._inner.messages()]
-        await self._responses.finish(self._run, self._inner.body, conversation, split_events(self._last))
+Holder = Callable[[str, str], Awaitable[Caller]]
+"""The caller with this tenant and key, as it is now."""
 
 
 class BackgroundResponses:
     """Those of one gateway process. `most`: of one tenant at a time; 0: there are none."""
 
-    def __init__(self, store: BackgroundStore, *, most: int, lease_s: float, metrics: MetricRegistry) -> None:
+    def __init__(
+        self, store: BackgroundStore, holder: Holder, *, most: int, lease_s: float, metrics: MetricRegistry
+    ) -> None:
         self._store = store
+        self._holder = holder
         self._most = most
         self._lease_s = lease_s
         self._name = uuid.uuid4().hex
@@ -156,11 +110,17 @@ class BackgroundResponses:
             run.woken.set()
 
     async def close(self) -> None:
-        """End what still runs, and say so in the store."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End what still runs, and say so in the store. An end that is being written must not be interrupted: nobody
+        would write it again."""
+        tasks = list(self._tasks.items())
+        for run, task in tasks:
+            if not run.ended:
+                task.cancel()
+        if tasks:
+            _, late = await asyncio.wait([task for _, task in tasks], timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -246,21 +206,27 @@ class BackgroundResponses:
             raise ServiceUnavailable(_AWAY) from error
         run.id = id
         run.record(events)
-        run.stored_events = len(run.events)
+        run.forget_events(len(run.events))
 
     async def finish(
         self, run: BackgroundRun, body: bytes, conversation: Sequence[ChatMessage] | None, last: Sequence[bytes]
     ) -> None:
+        """The store may be away for as long as the lease lasts; then readers have found the response abandoned."""
         run.ended = True
-        try:
-            async with self._writing:
-                first, unstored = run.unstored()
-                events = (first, unstored + b"".join(last) if run.stream else b"")
-                if await self._store.end(run.id, self._name, body, conversation, events):
-                    run.record(last)
-        except DatabaseError as error:
-            run.ended = False
-            raise ServiceUnavailable(_AWAY) from error
+        until = time.monotonic() + self._lease_s
+        while True:
+            try:
+                async with self._writing:
+                    first, unstored = run.unstored()
+                    events = (first, unstored + b"".join(last) if run.stream else b"")
+                    if await self._store.end(run.id, self._name, body, conversation, events):
+                        run.record(last)
+                return
+            except DatabaseError as error:
+                if time.monotonic() + BEAT_S > until:
+                    run.ended = False
+                    raise ServiceUnavailable(_AWAY) from error
+            await asyncio.sleep(BEAT_S)
 
     def _check_room(self, tenant: str) -> None:
         if len(self._tasks) >= MOST:
@@ -294,6 +260,9 @@ class BackgroundResponses:
                     await asyncio.wait_for(run.woken.wait(), pause)
                     problem = SHUTDOWN
                     break
+                if (refused := await self._refused(run)) is not None:
+                    problem = refused
+                    break
             if run.id and not run.ended:
                 await self._failed(run, *problem)
         except asyncio.CancelledError:
@@ -303,6 +272,16 @@ class BackgroundResponses:
         finally:
             run.over = True
             run.tell()
+
+    async def _refused(self, run: BackgroundRun) -> tuple[str, str] | None:
+        """Why a response that has waited may no longer be generated: its key may have been revoked meanwhile."""
+        try:
+            run.caller = await self._holder(run.caller.tenant, run.caller.key)
+        except AuthenticationError as error:
+            return error.code or "server_error", error.message
+        except (ApiError, DatabaseError):  # keys cannot be looked up at the moment
+            pass
+        return None
 
     async def _failed(self, run: BackgroundRun, code: str, message: str) -> None:
         """The end of a response that nothing else ended."""
@@ -315,7 +294,7 @@ class BackgroundResponses:
                 ("error", {**problem, "param": None}),
                 ("response.failed", {"response": response}),
             )
-            last = [encode_event(event, len(run.events) + number) for number, event in enumerate(numbered)]
+            last = [encode_event(event, run.event_count + number) for number, event in enumerate(numbered)]
         try:
             await self.finish(run, body, None, last)
         except ServiceUnavailable:  # its lease expires, which says the same to readers
@@ -339,17 +318,18 @@ class BackgroundResponses:
         if not runs:
             return
         begun = [run for run in runs if run.begun and not run.begun_stored]
-        news = [(run, len(run.events)) for run in runs if len(run.events) > run.stored_events]
+        news = [(run, len(run.events)) for run in runs if run.events]
         mine = await self._store.keep(
             self._name,
             self._lease_s,
+            [run.id for run in runs],
             [(run.id, encode_json(run.response)) for run in begun],
             [(run.id, *run.unstored()) for run, _ in news],
         )
         for run in begun:
             run.begun_stored = True
         for run, count in news:
-            run.stored_events = count
+            run.forget_events(count)
         for run in runs:
             if run.id not in mine and not run.ended:
                 self.stop(run.id)
@@ -358,8 +338,9 @@ class BackgroundResponses:
         """Events as they come; empty when there were none for a while."""
         run = next((run for run in self._tasks if run.id == id), None)
         while run is not None:
-            news = run.news
-            if found := run.events[after + 1 :]:
+            news, ahead = run.news, after + 1 - run.stored_events
+            found = await self._store.events(id, after) if ahead < 0 else run.events[ahead:]
+            if found:
                 after += len(found)
                 yield b"".join(found)
             elif run.over:
@@ -401,7 +382,7 @@ def _pause(reply: Reply, attempt: int) -> float | None:
         return None
     told = reply.headers.get("retry-after", "")
     longer = min(0.5 * 2 ** min(attempt, 10), LONGEST_PAUSE_S)
-    return min(float(told), LONGEST_PAUSE_S) if told.isdigit() else longer
+    return min(max(float(told), 0.5), LONGEST_PAUSE_S) if told.isdigit() else longer
 
 
 def _problem(reply: Reply | None) -> tuple[str, str]:

@@ -42,8 +42,9 @@ class BackgroundRun:
         self.woken = asyncio.Event()
         """Set where it must not wait for a place any longer."""
         self.events: list[bytes] = []
-        """All of them, by sequence number, if they are kept."""
+        """Those that are not stored yet, in the order of their sequence numbers, if events are kept."""
         self.stored_events = 0
+        """How many are only in the store."""
         self.news = asyncio.Event()
         self.begun = False
         """It has left the queue."""
@@ -67,8 +68,17 @@ class BackgroundRun:
         self.news.set()
         self.news = asyncio.Event()
 
+    @property
+    def event_count(self) -> int:
+        return self.stored_events + len(self.events)
+
     def unstored(self) -> tuple[int, bytes]:
-        return self.stored_events, b"".join(self.events[self.stored_events :])
+        return self.stored_events, b"".join(self.events)
+
+    def forget_events(self, count: int) -> None:
+        """The first `count` of those in memory are stored."""
+        del self.events[:count]
+        self.stored_events += count
 
 
 def background_run(exchange: Exchange) -> BackgroundRun | None:

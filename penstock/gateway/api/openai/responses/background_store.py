@@ -23,9 +23,11 @@ LOST = "The gateway that generated this response stopped before its end. Send th
 class BackgroundStore:
     """See above. Callers have checked whose a response is."""
 
-    def __init__(self, database: Database, *, keep_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, database: Database, *, keep_s: float, most: int, clock: Callable[[], float]) -> None:
+        """`most`: stored responses of one tenant."""
         self._database = database
         self._keep_s = keep_s
+        self._most = most
         self._clock = clock
 
     async def begin(
@@ -51,26 +53,46 @@ class BackgroundStore:
             )
         ]
         if events:
-            statements.append(self._chunk(id, 0, events))
-        await self._database.transact(statements)
+            statements.append(self._chunk(id, owner, 0, events))
+        await self._database.transact([*statements, *self.pruned(tenant)])
+
+    def pruned(self, tenant: str) -> list[Statement]:
+        """Deletes what is too old, or too much for a tenant; never what is still generated."""
+        now = self._clock()
+        old = "(SELECT created_at FROM responses WHERE tenant = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?)"
+        ended = "(owner = '' OR leased_until <= ?)"
+        too_many = f"tenant = ? AND created_at <= {old} AND {ended}"
+        values = (tenant, tenant, self._most, now)
+        return [
+            ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
+            ("DELETE FROM response_events WHERE expires_at <= ?", (now,)),
+            (f"DELETE FROM response_events WHERE response IN (SELECT id FROM responses WHERE {too_many})", values),
+            (f"DELETE FROM responses WHERE {too_many}", values),
+        ]
 
     async def keep(
         self,
         owner: str,
         lease_s: float,
+        ids: Collection[str],
         begun: Collection[tuple[str, bytes]],
         events: Collection[tuple[str, int, bytes]],
     ) -> set[str]:
-        """Renews the owner's leases. `begun`: responses that left the queue; `events`: their new events, with the
-        number of the first. Returns the ids of its responses that have not been ended or deleted by others."""
+        """Renews the owner's leases of `ids`. `begun`: responses that left the queue; `events`: their new events, with
+        the number of the first, which are dropped where a response has been ended or deleted by others. Returns the
+        ids of those that have not been."""
+        marks = ", ".join("?" * len(ids))
         statements: list[Statement] = [
-            ("UPDATE responses SET leased_until = ? WHERE owner = ?", (self._clock() + lease_s, owner))
+            (
+                f"UPDATE responses SET leased_until = ? WHERE owner = ? AND id IN ({marks})",
+                (self._clock() + lease_s, owner, *ids),
+            )
         ]
         statements += (
             ("UPDATE responses SET response = ? WHERE id = ? AND owner = ?", (response.decode(), id, owner))
             for id, response in begun
         )
-        statements += (self._chunk(*chunk) for chunk in events)
+        statements += (self._chunk(id, owner, first, chunk) for id, first, chunk in events)
         await self._database.transact(statements)
         rows = await self._database.fetch("SELECT id FROM responses WHERE owner = ?", owner)
         return {str(row[0]) for row in rows}
@@ -93,7 +115,7 @@ class BackgroundStore:
             )
         ]
         if events[1]:
-            statements.append(self._chunk(id, *events))
+            statements.append(self._chunk(id, "", *events))
         return (await self._database.transact(statements, guarded=True))[0] > 0
 
     async def abandon(self, id: str, owner: str, response: str) -> None:
@@ -114,7 +136,9 @@ class BackgroundStore:
         )
         if last:  # the stream of its events has an end too
             number = int(last[0][0]) + len(split_events(str(last[0][1]).encode()))
-            statements.append(self._chunk(id, number, encode_event(("response.failed", {"response": failed}), number)))
+            statements.append(
+                self._chunk(id, "", number, encode_event(("response.failed", {"response": failed}), number))
+            )
         await self._database.transact(statements, guarded=True)
 
     async def running(self, id: str) -> bool:
@@ -146,11 +170,13 @@ class BackgroundStore:
         query = "SELECT 1 FROM response_events WHERE response = ? AND first = 0"
         return bool(await self._database.fetch(query, id))
 
-    def _chunk(self, id: str, first: int, events: bytes) -> Statement:
+    def _chunk(self, id: str, owner: str, first: int, events: bytes) -> Statement:
+        """Stores events of a response whose owner is `owner`; those of any other are dropped."""
         return (
-            "INSERT INTO response_events (response, first, events, expires_at) VALUES (?, ?, ?, ?) "
+            "INSERT INTO response_events (response, first, events, expires_at) SELECT id, CAST(? AS BIGINT), "
+            "CAST(? AS TEXT), expires_at FROM responses WHERE id = ? AND owner = ? "
             "ON CONFLICT (response, first) DO UPDATE SET events = EXCLUDED.events",
-            (id, first, events.decode(), self._clock() + self._keep_s),
+            (first, events.decode(), id, owner),
         )
 
 

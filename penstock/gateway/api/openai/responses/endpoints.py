@@ -8,7 +8,8 @@ import msgspec
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.batch_line import batch_line
-from penstock.gateway.api.openai.responses.background import BackgroundRenderer, BackgroundResponses
+from penstock.gateway.api.openai.responses.background import BackgroundResponses
+from penstock.gateway.api.openai.responses.background_renderer import BackgroundRenderer
 from penstock.gateway.api.openai.responses.background_run import background_run
 from penstock.gateway.api.openai.responses.input_items import (
     chat_request,

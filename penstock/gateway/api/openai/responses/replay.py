@@ -23,7 +23,7 @@ def encode_event(event: Event, number: int) -> bytes:
 
 def _events(response: dict[str, Any]) -> Iterator[Event]:
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
-    begun["incomplete_details"] = None
+    begun["incomplete_details"] = begun["error"] = None
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(response["output"]):

@@ -118,9 +118,8 @@ class ResponseStore:
     def __init__(self, database: Database, *, keep_s: float, most: int, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._keep_s = keep_s
-        self._most = most
         self._clock = clock
-        self.background = BackgroundStore(database, keep_s=keep_s, clock=clock)
+        self.background = BackgroundStore(database, keep_s=keep_s, most=most, clock=clock)
 
     async def prepare(self) -> None:
         await self._database.migrate("responses", _VERSIONS)
@@ -146,13 +145,7 @@ class ResponseStore:
                     "input_items) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
                     (id, tenant, now, now + self._keep_s, response.decode(), text, user.replace("\0", ""), given),
                 ),
-                ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
-                ("DELETE FROM response_events WHERE expires_at <= ?", (now,)),
-                (
-                    "DELETE FROM responses WHERE tenant = ? AND created_at <= (SELECT created_at FROM responses "
-                    "WHERE tenant = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?)",
-                    (tenant, tenant, self._most),
-                ),
+                *self.background.pruned(tenant),
             ]
         )
 

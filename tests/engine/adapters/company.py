@@ -1,0 +1,71 @@
+"""Requests for several adapters give in company, and on ranks, what each of them gives alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.core import Engine
+from penstock.engine.request import Request
+from tests.engine.harness import assert_idle, generate, make_engine
+from tests.engine.parallel.threads import threaded_engine
+
+TIGHT: dict[str, Any] = {
+    "num_blocks": 24,
+    "block_size": 4,
+    "token_budget": 16,
+    "adapter_slots": 2,
+    "speculation": "ngram",
+}
+"""Preemption, fewer slots than adapters, speculation."""
+
+on_grids = pytest.mark.parametrize(
+    "grid",
+    [(2, 2), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((1, 3), marks=pytest.mark.slow)],
+    ids=str,
+)
+
+
+def one_by_one(engine: Engine, requests: Iterable[Request]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for request in requests:
+        found |= generate(engine, request)
+    return found
+
+
+def assert_same_in_company(
+    base: Path,
+    specs: tuple[AdapterSpec, ...],
+    requests: list[Request],
+    alone: dict[str, list[int]],
+    settings: dict[str, Any] = TIGHT,
+) -> None:
+    engine = make_engine(base, adapters=specs, **settings)
+    assert generate(engine, *requests) == alone
+    assert engine.load_snapshot().preemptions > 0
+    assert_idle(engine)
+
+
+def assert_same_in_deterministic_company(
+    base: Path, specs: tuple[AdapterSpec, ...], make: Callable[[], list[Request]]
+) -> None:
+    """`make`: makes the requests, which an engine takes only once."""
+    settings: dict[str, Any] = {"deterministic": True, "token_budget": 24}
+    found = one_by_one(make_engine(base, adapters=specs, **settings), make())
+    assert generate(make_engine(base, adapters=specs, **settings), *make()) == found
+
+
+def assert_same_on_ranks(
+    base: Path,
+    specs: tuple[AdapterSpec, ...],
+    requests: list[Request],
+    alone: dict[str, list[int]],
+    grid: tuple[int, int],
+) -> None:
+    with threaded_engine(base, *grid, adapters=specs, token_budget=32) as engine:
+        assert generate(engine, *requests) == alone
+        assert_idle(engine)
