@@ -66,7 +66,7 @@ class ModelConfig:
     )
     target_gap_ms: float | None = setting(
         None, doc="Gap between tokens that streams keep while prompts are computed: a step takes only as many "
-        "prompt tokens as fit; when not set, 30 on CUDA while few prompts wait, 500 on CPU. Requests may ask with "
+        "prompt tokens as fit; when not set, 30 on CUDA and 500 on CPU while few prompts wait. Requests may ask with "
         "x-slo-tpot-ms.",
         least=1, example="30",
     )  # fmt: skip

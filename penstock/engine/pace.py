@@ -25,8 +25,6 @@ LEAST = 32
 """Prompt tokens of a step that every target leaves."""
 MARGIN = 0.9
 """Part of a target that is planned for; the rest is for what the estimate misses."""
-YIELDS_S = 0.25
-"""Prompts that take so long together make a default target yield."""
 _FORGET = 0.98
 _SMOOTH = 0.1
 _STALLED = 8.0
@@ -37,14 +35,14 @@ class Pace:
     """Measures steps and bounds the prompt tokens of the next. Seconds throughout."""
 
     def __init__(
-        self, target_s: float | None = None, *, default: bool = False, yields: bool = False, tile: int = TILE
+        self, target_s: float | None = None, *, default: bool = False, yields_s: float | None = None, tile: int = TILE
     ) -> None:
-        """`default`: nobody has asked for the target: prompts get at least as long as the decodes. `yields`: it gives
-        way where many prompts wait. `tile`: see `TILE`."""
+        """`default`: nobody has asked for the target: prompts get at least as long as the decodes. `yields_s`: it
+        gives way where prompts wait that take so long together. `tile`: see `TILE`."""
         self.target_s = target_s
         """For every stream; None: only for those that ask for one."""
         self.default = default
-        self.yields = yields
+        self.yields_s = yields_s
         self.tile = tile
         self.forget()
 
@@ -97,11 +95,14 @@ class Pace:
             return math.inf
         base = self._base(decodes)
         left = math.inf
-        if self.target_s is not None and not (self.yields and backlog * self._per_token > YIELDS_S):
+        if self.target_s is not None and not self._yields(backlog):
             left = max(self.target_s * MARGIN - base, base if self.default else 0.0)
         if own_target_s is not None:
             left = min(left, max(own_target_s * MARGIN - base, base))
         return left
+
+    def _yields(self, backlog: int) -> bool:
+        return self.yields_s is not None and backlog * self._per_token > self.yields_s
 
     def tokens(self, seconds: float, start: int, most: int) -> int:
         """How many tokens of a prompt, from position `start` on, fit into a budget; at most `most`."""

@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 _MOST_RUNNING = {"cpu": 64, "gpu": 256}
 _TOKEN_BUDGET = {"cpu": 512, "gpu": 8448}
 _GAP_S = {"cpu": 0.5, "gpu": 0.03}
-_GAP_YIELDS = {"cpu": False, "gpu": True}
+_GAP_YIELDS_S = {"cpu": 2.0, "gpu": 0.25}
 _PROMPT_TILE = {"cpu": 32, "gpu": 128}
 """Defaults of the engine's backends."""
 
@@ -202,9 +202,9 @@ class Deployment:
         return _GAP_S[self.device.kind]
 
     @property
-    def gap_yields(self) -> bool:
-        """Whether prompts that wait long go before that."""
-        return _GAP_YIELDS[self.device.kind]
+    def gap_yields_s(self) -> float:
+        """Prompts that wait, and take so long together, go before that."""
+        return _GAP_YIELDS_S[self.device.kind]
 
     @property
     def prompt_tile(self) -> int:

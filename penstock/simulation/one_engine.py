@@ -63,7 +63,7 @@ def simulated(
         token_budget=deployment.step_tokens,
         target_gap_s=deployment.gap_s,
         gap_is_default=True,
-        gap_yields=deployment.gap_yields,
+        gap_yields_s=deployment.gap_yields_s,
         prompt_tile=deployment.prompt_tile,
         max_model_len=max_model_len or deployment.context_len,
         overlap=overlap,

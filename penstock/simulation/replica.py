@@ -47,8 +47,8 @@ class ReplicaSpec:
     """The gap between tokens that prompts leave to streams; None: up to `token_budget`."""
     gap_is_default: bool = False
     """Whether nobody has asked for it; see `Pace`."""
-    gap_yields: bool = False
-    """Whether prompts that wait long go before it."""
+    gap_yields_s: float | None = None
+    """Prompts that wait, and take so long together, go before it."""
     prompt_tile: int = TILE
     """Prompts that are cut short for it are cut to a multiple of so many tokens."""
     max_model_len: int = 32_768
@@ -122,7 +122,9 @@ class Replica:
             token_budget=spec.token_budget,
             max_model_len=spec.window,
             batches=spec.batches,
-            pace=Pace(spec.target_gap_s, default=spec.gap_is_default, yields=spec.gap_yields, tile=spec.prompt_tile),
+            pace=Pace(
+                spec.target_gap_s, default=spec.gap_is_default, yields_s=spec.gap_yields_s, tile=spec.prompt_tile
+            ),
         )
         self.info = info_of(spec)
         self.load = EngineLoad(total_blocks=spec.num_blocks)

@@ -78,7 +78,7 @@ class Setup:
             token_budget=deployment.step_tokens,
             target_gap_s=deployment.gap_s if target_ms is None else target_ms / 1e3,
             gap_is_default=target_ms is None,
-            gap_yields=target_ms is None and deployment.gap_yields,
+            gap_yields_s=deployment.gap_yields_s if target_ms is None else None,
             prompt_tile=deployment.prompt_tile,
             max_model_len=deployment.context_len,
             prefix_cache=self.scenario.engine.prefix_cache,

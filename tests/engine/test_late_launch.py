@@ -76,7 +76,7 @@ def engine(device: Device) -> Engine:
         max_running=64,
         token_budget=BUDGET,
         max_model_len=60_000,
-        pace=Pace(0.03, yields=True),
+        pace=Pace(0.03, yields_s=0.25),
     )
     info = EngineInfo("m", "i", 60_000, 100, 16, 4096, 64, "cuda:0", "bfloat16")
     runner = SimpleNamespace(run=device.run, backend=SimpleNamespace(memory=None))

@@ -178,11 +178,11 @@ def test_prompts_without_streams_are_not_slowed_down() -> None:
 
 def test_a_default_target_yields_where_many_prompts_wait() -> None:
     pace = taught()
-    pace.yields = True
+    pace.yields_s = 0.25
     assert pace.budget(4, None, backlog=2_000) < math.inf
     assert pace.budget(4, None, backlog=20_000) == math.inf
     assert pace.budget(4, 0.02, backlog=20_000) < math.inf  # a request's own does not
-    pace.yields = False
+    pace.yields_s = None
     assert pace.budget(4, None, backlog=20_000) < math.inf
 
 
@@ -215,9 +215,9 @@ def test_prompts_are_cut_to_tiles_of_the_device(tile: int, tokens: int) -> None:
     assert PromptBudget(pace, pace.budget(1, None)).fit(0, 512) == tokens
 
 
-def test_engines_on_cpu_hold_a_target_whatever_waits(tmp_path: Path) -> None:
+def test_engines_on_cpu_hold_a_target_until_prompts_of_seconds_wait(tmp_path: Path) -> None:
     pace = make_engine(write_checkpoint("llama-gqa", tmp_path), target_gap_ms=None).scheduler.pace
-    assert (pace.target_s, pace.default, pace.yields, pace.tile) == (0.5, True, False, 32)
+    assert (pace.target_s, pace.default, pace.yields_s, pace.tile) == (0.5, True, 2.0, 32)
 
 
 @pytest.mark.parametrize(("base", "default", "asked"), [(0.01, 0.08, 0.08), (0.06, 0.06, 0.03), (0.2, 0.2, 0.0)])

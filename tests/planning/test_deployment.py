@@ -61,8 +61,8 @@ def test_defaults_are_the_engines() -> None:
     for name, backend in (("h100", TorchCudaBackend), ("cpu-2", ReferenceBackend)):
         made = deployed("smollm2-135m", name)
         assert (made.most_running, made.step_tokens) == (backend.defaults.max_running, backend.defaults.token_budget)
-        gap = backend.defaults.gap_s, backend.defaults.gap_yields, backend.defaults.prompt_tile
-        assert (made.gap_s, made.gap_yields, made.prompt_tile) == gap
+        gap = backend.defaults.gap_s, backend.defaults.gap_yields_s, backend.defaults.prompt_tile
+        assert (made.gap_s, made.gap_yields_s, made.prompt_tile) == gap
         assert made.block_size == EngineConfig(model="").block_size
 
 

@@ -37,11 +37,11 @@ def test_a_model_that_sleeps_while_idle_holds_its_requests() -> None:
 
 def test_replicas_hold_the_gap_that_engines_hold_by_default() -> None:
     replica = prepare(load(None, CHATS)).replica
-    assert (replica.target_gap_s, replica.gap_is_default, replica.gap_yields, replica.prompt_tile) == (
+    assert (replica.target_gap_s, replica.gap_is_default, replica.gap_yields_s, replica.prompt_tile) == (
         0.03,
         True,
-        True,
+        0.25,
         128,
     )
     asked = prepare(load(None, CHATS | {"engine.target_gap_ms": "40"})).replica
-    assert (asked.target_gap_s, asked.gap_is_default, asked.gap_yields) == (0.04, False, False)
+    assert (asked.target_gap_s, asked.gap_is_default, asked.gap_yields_s) == (0.04, False, None)

@@ -70,10 +70,10 @@ def goodput(
     )
     results: list[open_loop.Goodput] = []
     pace = engine.scheduler.pace
-    default_s, default_yields = pace.target_s, pace.yields
+    default_s, default_yields_s = pace.target_s, pace.yields_s
     for wanted in target or ["off", "default", f"{slo_gap:g}"]:
         pace.default = wanted == "default"
-        pace.yields = pace.default and default_yields
+        pace.yields_s = default_yields_s if pace.default else None
         if pace.default:
             pace.target_s = default_s
         else:

@@ -249,7 +249,7 @@ def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
 def _pace(config: EngineConfig, defaults: StepDefaults) -> Pace:
     if config.target_gap_ms is not None:
         return Pace(config.target_gap_ms / 1e3, tile=defaults.prompt_tile)
-    return Pace(defaults.gap_s, default=True, yields=defaults.gap_yields, tile=defaults.prompt_tile)
+    return Pace(defaults.gap_s, default=True, yields_s=defaults.gap_yields_s, tile=defaults.prompt_tile)
 
 
 def _allocator(config: EngineConfig, part: Part, behind: Behind) -> BlockAllocator:

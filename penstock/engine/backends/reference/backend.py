@@ -36,7 +36,7 @@ class ReferenceBackend(Backend):
 
     device = torch.device("cpu")
     defaults = StepDefaults(
-        max_running=64, token_budget=512, encoder_token_budget=1024, gap_s=0.5, gap_yields=False, prompt_tile=32
+        max_running=64, token_budget=512, encoder_token_budget=1024, gap_s=0.5, gap_yields_s=2.0, prompt_tile=32
     )
     in_host_memory = True
     overlaps = False
