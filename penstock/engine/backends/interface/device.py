@@ -126,8 +126,8 @@ class StepDefaults:
     gap_s: float | None = None
     """The gap between tokens that running streams keep; None: no bound."""
     gap_yields_s: float | None = 0.25
-    """Prompts that wait, and take so long together, go before it: later where short pieces of them cost hardly more than
-    long ones."""
+    """Prompts that wait, and take so long together, go before it: later where short pieces of them cost hardly more
+    than long ones."""
     prompt_tile: int = TILE
     """Prompts that are cut short for it are cut to a multiple of so many tokens."""
 
