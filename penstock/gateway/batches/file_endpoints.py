@@ -4,7 +4,8 @@ A file belongs to the tenant that sent it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,7 +25,8 @@ JSONL = b"application/jsonl"
 BYTES = b"application/octet-stream"
 Deleted = Callable[[str, str], Awaitable[None]]
 """Called with the tenant and the id of a document that is deleted."""
-_LEAST_S, _MOST_S = 3600, 30 * 86400
+LEAST_S, MOST_S = 3600, 30 * 86400
+"""How long a file may be kept."""
 FILE_FORM: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -33,7 +35,7 @@ FILE_FORM: dict[str, Any] = {
         "file": {"type": "string", "format": "binary", "description": "JSON lines for a batch, else a document."},
         "purpose": {"type": "string", "enum": ["batch", *DOCUMENT_PURPOSES]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": _LEAST_S, "maximum": _MOST_S},
+        "expires_after[seconds]": {"type": "integer", "minimum": LEAST_S, "maximum": MOST_S},
     },
 }
 
@@ -68,16 +70,14 @@ class FileEndpoints:
             if len(upload.content) > limit:
                 raise PayloadTooLarge(limit=limit, size=len(upload.content))
             text = await asyncio.to_thread(_text, upload.content) if purpose == "batch" else ""
-            name, caller = upload.filename.rpartition("/")[2].replace("\0", "")[:256], exchange.caller
+            name, caller = file_name(upload.filename, purpose), exchange.caller
             try:
                 await check_room(files, self._config, caller.tenant, len(upload.content), "file")
                 if purpose == "batch":
-                    made = await files.create(
-                        caller.tenant, name or "file.jsonl", purpose, text, user=caller.user, keep_s=keep_s
-                    )
+                    made = await files.create(caller.tenant, name, purpose, text, user=caller.user, keep_s=keep_s)
                 else:
                     made = await files.create_document(
-                        caller.tenant, name or "file", purpose, upload.content, user=caller.user, keep_s=keep_s
+                        caller.tenant, name, purpose, upload.content, user=caller.user, keep_s=keep_s
                     )
             except DatabaseError as error:
                 raise away() from error
@@ -145,6 +145,21 @@ async def check_room(files: FileStore, config: BatchesConfig, tenant: str, size:
         )
 
 
+def check_purpose(purpose: str) -> None:
+    if purpose not in ("batch", *DOCUMENT_PURPOSES):
+        documents = " or ".join(f"`{name}`" for name in DOCUMENT_PURPOSES)
+        raise InvalidRequest(
+            f"`purpose` must be `batch`, or {documents} for a document of a vector store; there is no other.",
+            param="purpose",
+        )
+
+
+def file_name(sent: str, purpose: str) -> str:
+    """The name of a file, without the folder that a client may have sent."""
+    unnamed = "file.jsonl" if purpose == "batch" else "file"
+    return sent.rpartition("/")[2].replace("\0", "")[:256] or unnamed
+
+
 def away() -> ServiceUnavailable:
     return ServiceUnavailable("The store of files and batches is unavailable at the moment.")
 
@@ -165,20 +180,15 @@ def _checked(form: dict[str, Field]) -> tuple[Field, str, float | None]:
         if name not in form:
             raise InvalidRequest(f"Missing required parameter: `{name}`.", param=name, code="missing_parameter")
     purpose = _word(form["purpose"])
-    if purpose not in ("batch", *DOCUMENT_PURPOSES):
-        raise InvalidRequest(
-            f"`purpose` must be `batch`, or {' or '.join(f'`{name}`' for name in DOCUMENT_PURPOSES)} for a document of "
-            "a vector store: nothing else uses files here.",
-            param="purpose",
-        )
+    check_purpose(purpose)
     if not form["file"].content:
         raise InvalidRequest("The file is empty.", param="file")
     keep_s = None
     if any(name.startswith("expires_after") for name in form):
         anchor, seconds = (_word(form.get(f"expires_after[{part}]")) for part in ("anchor", "seconds"))
-        if anchor != "created_at" or not seconds.isdigit() or not _LEAST_S <= int(seconds[:9]) <= _MOST_S:
+        if anchor != "created_at" or not seconds.isdigit() or not LEAST_S <= int(seconds[:9]) <= MOST_S:
             raise InvalidRequest(
-                f"`expires_after` has an `anchor`, which is `created_at`, and `seconds` from {_LEAST_S} to {_MOST_S}.",
+                f"`expires_after` has an `anchor`, which is `created_at`, and `seconds` from {LEAST_S} to {MOST_S}.",
                 param="expires_after",
             )
         keep_s = float(seconds)
@@ -189,11 +199,22 @@ def _word(field: Field | None) -> str:
     return "" if field is None else field.content[:64].decode("ascii", "replace")
 
 
-def _text(content: bytes) -> str:
+@contextmanager
+def refuse_binary(param: str) -> Iterator[None]:
+    """What is decoded inside has to be UTF-8."""
     try:
-        text = content.decode()
+        yield
     except UnicodeDecodeError:
-        raise InvalidRequest("The file is not UTF-8 text.", param="file") from None
-    if "\0" in text:
-        raise InvalidRequest("The file is not text: it has a NUL character.", param="file")
+        raise InvalidRequest("The file is not UTF-8 text.", param=param) from None
+
+
+def _text(content: bytes) -> str:
+    with refuse_binary("file"):
+        text = content.decode()
+    refuse_nul(text, "file")
     return text
+
+
+def refuse_nul(text: str, param: str) -> None:
+    if "\0" in text:
+        raise InvalidRequest("The file is not text: it has a NUL character.", param=param)

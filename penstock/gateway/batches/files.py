@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.batches.uploads import UploadStore
 from penstock.storage import Database, Row, Statement
 
 PART = 512 * 1024
@@ -88,7 +89,7 @@ class FileWriter:
     async def finished(self) -> Statement:
         """Write the rest; returns the statement that makes the file visible."""
         await self._flush()
-        return "UPDATE files SET complete = 1, bytes = ? WHERE id = ?", (self._bytes, self.file.id)
+        return _published(self.file, self._bytes)
 
     async def _flush(self) -> None:
         if not self._waiting:
@@ -102,6 +103,25 @@ class FileWriter:
         self._waiting, self._size = [], 0
 
 
+class DocumentWriter:
+    """The same for a file of bytes, which may be cut anywhere."""
+
+    def __init__(self, database: Database, file: File) -> None:
+        self._database = database
+        self.file = file
+        self._pieces = self._bytes = 0
+
+    async def add(self, piece: bytes) -> None:
+        await self._database.execute(
+            "INSERT INTO file_pieces (file_id, number, content) VALUES (?, ?, ?)", self.file.id, self._pieces, piece
+        )
+        self._pieces += 1
+        self._bytes += len(piece)
+
+    def finished(self) -> Statement:
+        return _published(self.file, self._bytes)
+
+
 class FileStore:
     """All files."""
 
@@ -109,9 +129,12 @@ class FileStore:
         self._database = database
         self._keep_s = keep_s
         self._clock = clock
+        self.uploads = UploadStore(database, clock)
+        """Files that arrive in parts."""
 
     async def prepare(self) -> None:
         await self._database.migrate("files", _VERSIONS)
+        await self.uploads.prepare()
 
     async def begin(
         self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
@@ -134,18 +157,22 @@ class FileStore:
         await self._database.transact([await writer.finished()])
         return msgspec.structs.replace(writer.file, bytes=len(text.encode()))
 
+    async def begin_document(
+        self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
+    ) -> DocumentWriter:
+        return DocumentWriter(
+            self._database, (await self.begin(tenant, filename, purpose, user=user, keep_s=keep_s)).file
+        )
+
     async def create_document(
         self, tenant: str, filename: str, purpose: str, body: bytes, *, user: str = "", keep_s: float | None = None
     ) -> File:
         """A file of bytes, see `DOCUMENT_PURPOSES`."""
-        file = (await self.begin(tenant, filename, purpose, user=user, keep_s=keep_s)).file
-        for number, start in enumerate(range(0, len(body), PIECE)):
-            await self._database.execute(
-                "INSERT INTO file_pieces (file_id, number, content) VALUES (?, ?, ?)",
-                file.id, number, body[start : start + PIECE],
-            )  # fmt: skip
-        await self._database.execute("UPDATE files SET complete = 1, bytes = ? WHERE id = ?", len(body), file.id)
-        return msgspec.structs.replace(file, bytes=len(body))
+        writer = await self.begin_document(tenant, filename, purpose, user=user, keep_s=keep_s)
+        for start in range(0, len(body), PIECE):
+            await writer.add(body[start : start + PIECE])
+        await self._database.transact([writer.finished()])
+        return msgspec.structs.replace(writer.file, bytes=len(body))
 
     async def get(self, id: str, tenant: str, user: str | None = None) -> File | None:
         """`user`: only if the file is this user's."""
@@ -184,12 +211,13 @@ class FileStore:
         return [_file(row) for row in rows]
 
     async def used(self, tenant: str) -> int:
-        """The size of a tenant's files in bytes."""
+        """The size of a tenant's files in bytes, with what is promised to uploads."""
         rows = await self._database.fetch(
             "SELECT CAST(COALESCE(SUM(bytes), 0) AS BIGINT) FROM files WHERE tenant = ? AND expires_at > ?",
             tenant, self._clock(),
         )  # fmt: skip
-        return int(rows[0][0])
+        _, promised = await self.uploads.pending(tenant)
+        return int(rows[0][0]) + promised
 
     async def content(self, id: str) -> AsyncIterator[str]:
         """The parts of a file; each ends at the end of a line."""
@@ -230,6 +258,11 @@ class FileStore:
         )  # fmt: skip
         for (id,) in rows:
             await self.delete(id)
+        await self.uploads.sweep()
+
+
+def _published(file: File, size: int) -> Statement:
+    return "UPDATE files SET complete = 1, bytes = ? WHERE id = ?", (size, file.id)
 
 
 def parts(text: str) -> Iterator[str]:

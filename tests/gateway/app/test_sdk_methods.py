@@ -24,6 +24,9 @@ PROMISED = {
     "models": "list retrieve",
     "files": "create list retrieve content delete",
     "batches": "create retrieve list cancel",
+    "vector_stores": "create retrieve update list delete search",
+    "vector_stores.files": "create retrieve update list delete content",
+    "vector_stores.file_batches": "create retrieve cancel list_files",
 }
 _REQUEST = re.compile(r"self\._(get|post|delete|get_api_list)\(\s*(?:path_template\()?\s*f?\"([^\"]+)\"")
 _METHODS = {"get": "GET", "get_api_list": "GET", "post": "POST", "delete": "DELETE"}

@@ -85,7 +85,7 @@ def batch_body(store: Collection, batch: Batch, by_status: Mapping[str, int]) ->
         status = "failed"
     return {
         "id": batch.id,
-        "object": "vector_store.file_batch",
+        "object": "vector_store.files_batch",
         "created_at": int(batch.created_at),
         "vector_store_id": store.id,
         "status": status,
