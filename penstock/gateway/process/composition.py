@@ -40,6 +40,7 @@ from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.background import BackgroundResponses
 from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.file_search_loop import SearchParts
 from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
@@ -90,9 +91,10 @@ from penstock.gateway.rag.vector_stores.attachment import Attachment
 from penstock.gateway.rag.vector_stores.batch_endpoints import FileBatchEndpoints
 from penstock.gateway.rag.vector_stores.endpoints import VectorStoreEndpoints
 from penstock.gateway.rag.vector_stores.file_endpoints import VectorStoreFileEndpoints
+from penstock.gateway.rag.vector_stores.file_search import FileSearches
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
+from penstock.gateway.server_tools.answers import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
-from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
 from penstock.identity.data_rules import DataRules
 from penstock.metering.audit import AuditLog
@@ -405,7 +407,14 @@ async def compose(
             ChatEndpoints(pipeline, conversations, server_tools, chats),
             optional.of_stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
-            ResponseEndpoints(pipeline, conversations, responses, detached),
+            ResponseEndpoints(
+                pipeline,
+                conversations,
+                responses,
+                detached,
+                FileSearches(knowledge),
+                SearchParts(pipeline, settings.tools, request_log.add),
+            ),
             CompactionEndpoints(pipeline, ResponseReferences(responses, permissions)),
             StoredResponseEndpoints(responses, permissions, detached),
             MessageEndpoints(pipeline),
