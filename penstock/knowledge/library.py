@@ -34,7 +34,7 @@ from penstock.knowledge.filters import AttributeFilter, passing
 from penstock.knowledge.ingest import Ingestor, Meter
 from penstock.knowledge.late_interaction import LateInteraction
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.listing import Listing
+from penstock.knowledge.pages import Listing
 from penstock.knowledge.queue import IngestQueue
 from penstock.knowledge.retrieval import Reranker, Retriever
 from penstock.storage import Database, open_database

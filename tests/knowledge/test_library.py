@@ -14,7 +14,7 @@ from penstock.knowledge.entities import Collection, CollectionExists, Document, 
 from penstock.knowledge.filters import Comparison
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
-from penstock.knowledge.listing import Page
+from penstock.knowledge.pages import Page
 from penstock.knowledge.queue import LEASE_S, IngestQueue
 from penstock.protocol.errors import EngineUnavailable
 from penstock.storage import DatabaseError

@@ -39,7 +39,9 @@ def test_a_resource(resource: str) -> None:
     for name in resource.split("."):
         found = getattr(found, name)
     for name in PROMISED[resource].split():
-        request = _REQUEST.search(inspect.getsource(getattr(type(found), name)))
+        source = inspect.getsource(getattr(type(found), name))
+        request = _REQUEST.search(source)
         assert request is not None, f"{resource}.{name}"
-        method, path = _METHODS[request[1]], "/v1" + re.sub(r"\{\w+\}", "{}", request[2])
+        method = "POST" if 'method="post"' in source else _METHODS[request[1]]
+        path = "/v1" + re.sub(r"\{\w+\}", "{}", request[2])
         assert (method, path) in SERVED, f"{resource}.{name}: {method} {path}"

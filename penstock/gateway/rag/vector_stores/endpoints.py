@@ -34,7 +34,7 @@ from penstock.gateway.rag.vector_stores.search import StoreSearch, search_stores
 from penstock.gateway.rag.vector_stores.shown import POLL_AFTER, content_page, page_body, store_body
 from penstock.identity import Caller
 from penstock.knowledge.entities import Collection
-from penstock.knowledge.listing import Page
+from penstock.knowledge.pages import Page
 from penstock.protocol.errors import InvalidRequest, PermissionDenied
 from penstock.routing.remote_embedder import RemoteEmbedder, estimate
 

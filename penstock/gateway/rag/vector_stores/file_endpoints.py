@@ -20,7 +20,7 @@ from penstock.gateway.rag.vector_stores.schemas import (
 )
 from penstock.gateway.rag.vector_stores.shown import POLL_AFTER, content_page, file_body, page_body, statuses
 from penstock.knowledge.entities import Collection, Document
-from penstock.knowledge.listing import Page
+from penstock.knowledge.pages import Page
 from penstock.protocol.errors import NotFound
 
 _create = msgspec.json.Decoder(StoreFileRequest)

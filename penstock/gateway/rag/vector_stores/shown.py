@@ -8,7 +8,7 @@ from typing import Any
 from penstock.gateway.rag.vector_stores.schemas import FileStatus
 from penstock.knowledge.document_batches import Batch
 from penstock.knowledge.entities import SERVER_FAILED, Collection, Document, DocumentStatus
-from penstock.knowledge.listing import Totals
+from penstock.knowledge.pages import Totals
 
 POLL_AFTER = (b"openai-poll-after-ms", b"250")
 """How soon the SDK asks again for something that is in progress; it waits a second otherwise."""
