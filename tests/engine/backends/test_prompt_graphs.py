@@ -139,7 +139,7 @@ def test_long_prompts_whose_keys_are_gathered_have_no_shape(tmp_path: Path, monk
     for gathers, shapes in ((False, 5), (True, 3)):  # of 96 and 34 tokens, and of 96, 96 and 68
         engine = _engine(path, token_budget=96)
         padded = PaddedExecutor(engine)
-        padded.graphs._gathers = gathers
+        padded.graphs._gathering._gathers = gathers
         engine.runner.executor = padded
         for index, prompt in enumerate(prompts):
             generate(engine, greedy(f"r{index}", prompt, 1))
