@@ -154,7 +154,7 @@ def trial(least_reuse: int = 0) -> Iterator[None]:
 
 def test_16_bit_keys_are_gathered_where_each_is_read_often() -> None:
     for queries, contexts, want in (
-        ([3100], [100_000], 8),
+        ([3200], [100_000], 8),
         ([3000], [100_000], 0),
         ([4656, 3792], [30_000, 3792], 8),  # the end of one prompt and the beginning of the next
         ([512, 7936], [30_000, 7936], 0),
