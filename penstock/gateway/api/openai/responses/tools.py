@@ -126,7 +126,7 @@ class OfferedTools:
         elif kind in _BUILT_IN and group is None:
             self._offer(kind, kind, _BUILT_IN[kind][0], at, None, None)
         elif kind == FILE_SEARCH and group is None:
-            self._offer(kind, kind, DESCRIPTION, at, None, None)
+            self._offer("file_search", FILE_SEARCH, DESCRIPTION, at, None, None)
             self.file_search, self.file_search_at = _file_search(exchange, raw, at), at
         else:
             ignore_advice(exchange, f"tools.{kind[:64]}")
