@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from penstock.engine.backends.cuda.kernels import (
     masks,
     norm,
     prefill,
+    product_chain,
     rope,
     row_norm,
     sampler,
@@ -43,6 +45,8 @@ from penstock.engine.backends.interface import (
     LatentAdditions,
     LatentLayout,
     LatentWeights,
+    Link,
+    LinkedProducts,
     MambaLayout,
     MambaWeights,
     OverRanks,
@@ -52,6 +56,9 @@ _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
 _INVARIANT_BYTES = 128 << 20
 """Those partial sums where heads are wide (latents)."""
+
+CHAINS = False
+"""Whether products of one token are computed in chains."""
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +79,7 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
+        self.chains = CHAINS
         self.hopper_prefill = _load_hopper_prefill(device)
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
@@ -108,6 +116,11 @@ class TritonOps:
 
     def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
+
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
+        if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
+            return None
+        return cast(LinkedProducts, product_chain.ProductChain(links))
 
     def norm_rows(
         self,

@@ -53,7 +53,8 @@ from penstock.engine.backends.interface.dtypes import (
     KVScales,
     torch_dtype,
 )
-from penstock.engine.backends.interface.operations import Ops
+from penstock.engine.backends.interface.links import Link, apply_links
+from penstock.engine.backends.interface.operations import LinkedProducts, Ops
 from penstock.engine.backends.interface.recurrence import (
     DeltaLayout,
     DeltaWeights,
@@ -89,6 +90,8 @@ __all__ = [
     "LatentAdditions",
     "LatentLayout",
     "LatentWeights",
+    "Link",
+    "LinkedProducts",
     "MambaLayout",
     "MambaWeights",
     "NativeLibrary",
@@ -102,5 +105,6 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "apply_links",
     "torch_dtype",
 ]
