@@ -11,11 +11,12 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cuda import chain_setting
 from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
@@ -57,9 +58,6 @@ _INVARIANT_ROWS = 256
 _INVARIANT_BYTES = 128 << 20
 """Those partial sums where heads are wide (latents)."""
 
-CHAINS = False
-"""Whether products of one token are computed in chains."""
-
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +77,8 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
-        self.chains = CHAINS
+        self.chains = chain_setting.wanted()
+        """Whether steps of one token compute the products between two attentions in one launch."""
         self.hopper_prefill = _load_hopper_prefill(device)
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
@@ -120,7 +119,7 @@ class TritonOps:
     def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
             return None
-        return cast(LinkedProducts, product_chain.ProductChain(links))
+        return product_chain.ProductChain(links)
 
     def norm_rows(
         self,
