@@ -1,8 +1,8 @@
-"""The products between two attentions of one token in one launch of CUDA C++, against float64, and what they take beside
-the launches that they replace.
+"""The products between two attentions of one token in one launch of CUDA C++, against float64, and what they take
+beside the launches that they replace.
 
-`python tests/gpu/run.py --only product_chain.` on a device; `--interpret` runs the emulation (minutes), `--compile` says
-registers and spills.
+`python tests/gpu/run.py --only product_chain.` on a device; `--interpret` runs the emulation (minutes), `--compile`
+says registers and spills.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_emulated(links: list[Link], shape: ChainShape, x: Tensor, residual: Tens
         begun = guarded(residual)
         emulate(SOURCE, ENTRY, defines=plan.defines).launch(
             shape.blocks, shape.warps * 32, [plan.arguments(links, x, begun, outs, counter)],
-            shared_bytes=plan.shared_bytes, seed=seed,
+            shared_bytes=plan.shared_bytes, cooperative=True, seed=seed,
         )  # fmt: skip
     residual.copy_(begun)
     assert outs[-1] is not None

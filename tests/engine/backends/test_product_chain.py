@@ -115,7 +115,7 @@ def test_products_are_those_of_float64(sizes: Sizes, shape: ChainShape, fp8: boo
         ]
         kernel.launch(
             shape.blocks, shape.warps * 32, [plan.arguments(links, x, stream, outs, counter)],
-            shared_bytes=plan.shared_bytes, seed=seed,
+            shared_bytes=plan.shared_bytes, cooperative=True, seed=seed,
         )  # fmt: skip
         for got, want in zip((stream, outs[-1]), links64(links, x, residual), strict=True):
             assert got is not None
@@ -137,6 +137,6 @@ def test_inputs_of_any_size() -> None:
         want, _ = links64(links, x, residual)
         kernel.launch(
             2, 64, [plan.arguments(links, x, residual, [None], torch.zeros(1, dtype=torch.int32))],
-            shared_bytes=plan.shared_bytes,
+            shared_bytes=plan.shared_bytes, cooperative=True,
         )  # fmt: skip
         assert float((residual.double() - want).norm()) <= TOLERANCE * float(want.norm()), size

@@ -55,7 +55,7 @@ def _counter(device: torch.device) -> Tensor:
 
 
 class ProductChain:
-    """See `LinkedProducts`. The addresses of its tensors are looked up at every call: an engine that sleeps moves them."""
+    """See `LinkedProducts`. Addresses of tensors are looked up at every call: an engine that sleeps moves them."""
 
     def __init__(self, links: Sequence[Link], shape: ChainShape | None = None) -> None:
         self.links = tuple(links)
