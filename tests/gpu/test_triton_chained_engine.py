@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from test_triton_chained_step import offered  # noqa: E402
 
 from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
-from penstock.engine.backends.cuda.chain_setting import SETTING  # noqa: E402
+from penstock.engine.backends.cuda.chain_trial import SETTING  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.request import Delta, Request, SamplingParams  # noqa: E402

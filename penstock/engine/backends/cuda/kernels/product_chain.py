@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda import nvrtc
-from penstock.engine.backends.cuda.chain_setting import SETTING
+from penstock.engine.backends.cuda.chain_trial import SETTING
 from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.mxfp4_one import shares_processors
