@@ -32,6 +32,7 @@ from penstock.engine.backends.interface.batch import (
     Ints,
     StateBatch,
     StepShare,
+    attended,
 )
 from penstock.engine.backends.interface.device import (
     CopyEvent,
@@ -106,5 +107,6 @@ __all__ = [
     "StepShare",
     "TimedStep",
     "apply_links",
+    "attended",
     "torch_dtype",
 ]
