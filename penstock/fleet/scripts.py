@@ -19,7 +19,7 @@ local function changed()
   redis.call('HINCRBY', state, 'version', 1)
   redis.call('PUBLISH', state, '')
 end
--- With the time: a process that begins the registry, and begins it again after Redis lost its data, names two registries.
+-- With the time: a process that begins the registry, and once more after Redis lost its data, begins two.
 if redis.call('HSETNX', state, 'id', table.concat({id, time[1], time[2]}, '.')) == 1 then
   redis.call('HSET', state, 'mark', mark)
 end

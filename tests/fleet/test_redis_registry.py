@@ -100,11 +100,11 @@ async def test_what_lasts_is_put_back_by_the_process_that_began_the_registry_too
     seen = alone.follow()
     await until(seen, lambda fleet: bool(fleet.engines and fleet.models))
     await alone._redis.flushall()  # and nobody else is there to begin it anew
-    await until(seen, lambda fleet: bool(fleet.engines and fleet.models))
-    async with asyncio.timeout(20):
-        while await alone._redis.hlen(alone._keys[1]) < 2:
-            await asyncio.sleep(0.05)
+    await until(seen, lambda fleet: bool(fleet.engines and fleet.models and alone._remembered))
+    other = registry(valkey)
+    await until(other.follow(), lambda fleet: bool(fleet.engines and fleet.models))
     await alone.close()
+    await other.close()
 
 
 @pytest.mark.slow
