@@ -3,8 +3,8 @@ of a pipeline.
 
 In a stage, modules of this file stand for the layers of others. The first of those before it gives out the residual
 stream that the stage before has sent, in place of what the model makes of its tokens; the first behind it takes the
-stream and ends the pass. Invariant: between two layers nothing is passed on but the stream, or what `passing` has found
-beside it; a model of which a stage can see that this does not hold is refused at load.
+stream and ends the pass. Invariant: between two layers nothing is passed on but the stream, or what `stage_row` has
+found beside it; a model of which a stage can see that this does not hold is refused at load.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.models.transformers.linears import Shapes, shapes_by_layer
-from penstock.engine.models.transformers.passing import Passing, find_passing
+from penstock.engine.models.transformers.stage_row import StageRow, find_stage_row
 
 
 class Body(Protocol):
@@ -82,7 +82,7 @@ class Junction:
         """The stream in it, as layers are."""
         self.taken: Tensor | None = None
         """What the next stage is given."""
-        self.passing: Passing | None = None
+        self.row: StageRow | None = None
         """Where layers pass on more than one residual stream."""
         self.in_tuples = False
         """Whether the model expects its layers to return tuples."""
@@ -99,21 +99,21 @@ class Junction:
 
     def passed(self, index: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What the layer `index`, which is elsewhere, would return."""
-        if self.passing is None:
+        if self.row is None:
             hidden: Tensor | None = stream_of(arguments, options)
         else:
             hidden = arguments[0] if arguments else options["hidden_states"]
         if index >= self.span[1]:
             self.taken = hidden
-            if self.passing is not None:
+            if self.row is not None:
                 assert self.given is not None and hidden is not None
-                self.taken = self.passing.pack(self.span[1], hidden, options, self.given[0]).unsqueeze(0)
+                self.taken = self.row.pack(self.span[1], hidden, options, self.given[0]).unsqueeze(0)
             raise _Left
         if index == 0:
             hidden = self.given
-            if self.passing is not None:
+            if self.row is not None:
                 assert hidden is not None
-                hidden = self.passing.unpack(self.span[0], hidden[0], options)
+                hidden = self.row.unpack(self.span[0], hidden[0], options)
             self.entered = hidden
         return (hidden,) if self.in_tuples else hidden
 
@@ -178,14 +178,14 @@ def stream_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
 
 
 class StageBody:
-    """See `Body`. An entry is the residual stream [T, hidden], or the row that `passing` makes of all that layers pass
-    on; in the first stage, the embedded tokens. Where one stage has all layers, and shards have parts of them, it is
-    the ids."""
+    """See `Body`. An entry is the residual stream [T, hidden], or the row that `stage_row` makes of all that layers
+    pass on; in the first stage, the embedded tokens. Where one stage has all layers, and shards have parts of them, it
+    is the ids."""
 
     def __init__(self, base: Any, junction: Junction, hidden: int, dtype: torch.dtype) -> None:
         self.base = base
         self.junction = junction
-        self.width = hidden if junction.passing is None else junction.passing.width
+        self.width = hidden if junction.row is None else junction.row.width
         """Of an entry."""
         self._dtype = dtype
         self._stand_in = 0
@@ -197,22 +197,22 @@ class StageBody:
         return self.junction.first and self.junction.last
 
     @property
-    def _carries(self) -> Passing | None:
+    def _carries(self) -> StageRow | None:
         """Where the tokens go from stage to stage."""
-        passing = self.junction.passing
-        return passing if passing is not None and passing.tokens else None
+        row = self.junction.row
+        return row if row is not None and row.tokens else None
 
     def compared(self, x: Tensor) -> Tensor:
         """Of what the stage gives: what is the same whatever part of its layers a shard has."""
-        passing = self.junction.passing
-        return x if passing is None or self.junction.last else x[:, : passing.stream_width]
+        row = self.junction.row
+        return x if row is None or self.junction.last else x[:, : row.stream_width]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """What a pass begins with. Only in the first stage."""
         if self.reads_tokens:
             return token_ids
         if self._carries is not None:
-            return self._carries.row(token_ids, self._dtype)
+            return self._carries.of_tokens(token_ids, self._dtype)
         embedded: Tensor = self.base.get_input_embeddings()(token_ids)
         if embedded.shape[-1] > self.width:
             raise CannotDivide("its embedding is wider than its residual stream")
@@ -252,9 +252,11 @@ class StageBody:
         return entry if self._carries is None else self._carries.marked(entry, self._tokens(count, device))
 
     def reference(self, model: Any, count: int, device: torch.device) -> Tensor:
-        if not self.junction.first or self.junction.passing is not None:
-            return self(self.sample(count, device), use_cache=False)
+        entry = self.sample(count, device)
+        if not self.junction.first or self._carries is not None:
+            return self(entry, use_cache=False)
         # From the tokens themselves: a model may use them for more than their embedding.
+        self.junction.given = entry.unsqueeze(0)
         return self._run(input_ids=self._tokens(count, device).unsqueeze(0), use_cache=False)
 
     def _tokens(self, count: int, device: torch.device) -> Tensor:
@@ -334,7 +336,7 @@ def take_out(model: Any, junction: Junction, dtype: torch.dtype) -> Callable[[st
         raise CannotDivide("it does not keep its layers apart from its head")
     name, layers = layers_of(base, junction.layers)
     begin, end = junction.span
-    junction.passing = find_passing(base, layers, base.get_input_embeddings().num_embeddings)
+    junction.row = find_stage_row(base, layers, base.get_input_embeddings().num_embeddings)
     junction.shapes = shapes_by_layer(model)
     for index, layer in enumerate(layers):
         if not begin <= index < end:
@@ -342,7 +344,7 @@ def take_out(model: Any, junction: Junction, dtype: torch.dtype) -> Callable[[st
     ends: list[str] = []
     if not junction.first:
         table, head = base.get_input_embeddings(), model.get_output_embeddings()
-        if junction.passing is not None and junction.passing.tokens:
+        if junction.row is not None and junction.row.tokens:
             table = None
         ends = [path for path, module in model.named_modules() if module is table or module is head]
         if table is not None:

@@ -222,8 +222,8 @@ class _Loader:
             raise ConfigError("expert_parallel: this model has no experts that could be divided; leave it out")
         if way is Way.WHOLE:
             return Cuts(shard)
-        passing = body.junction.passing if isinstance(body, StageBody) else None
-        if shard.exchange is None and passing is not None and any(passing.left):
+        row = body.junction.row if isinstance(body, StageBody) else None
+        if shard.exchange is None and row is not None and any(row.left):
             # A shard would have keys and values of its own heads only, and the next stage might read all of them.
             log.warning(
                 "tensor_parallel: every shard has the linears of this %s model whole: its layers leave keys and values "

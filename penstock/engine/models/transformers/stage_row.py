@@ -40,7 +40,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class StageRow:
     """See above."""
 
     stream: tuple[int, ...]
@@ -60,7 +60,7 @@ class Passing:
         most = max(sum(prod(one.shape) for one in left) for left in self.left)
         return self.stream_width + most + _DIGITS * self.tokens
 
-    def row(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def of_tokens(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, width] that only says which tokens they are."""
         return self.marked(torch.zeros(len(token_ids), self.width, dtype=dtype, device=token_ids.device), token_ids)
 
@@ -101,7 +101,7 @@ class Passing:
         return stream
 
 
-def find_passing(base: nn.Module, layers: nn.ModuleList, vocabulary: int) -> Passing | None:
+def find_stage_row(base: nn.Module, layers: nn.ModuleList, vocabulary: int) -> StageRow | None:
     """Of a model without weights. None where one residual stream is all, or the model does not run this way: whether
     that holds is checked when a stage is loaded."""
     ids = (torch.arange(_TOKENS, device="cpu") * 7 + 3) % vocabulary
@@ -153,7 +153,7 @@ def find_passing(base: nn.Module, layers: nn.ModuleList, vocabulary: int) -> Pas
     (shape,), plain = streams, len(tables) < 2 and not any(left)
     if shape is None or (plain and len(shape) == 2 and shape[0] == 1):
         return None
-    return Passing(shape, left, len(tables) > 1)
+    return StageRow(shape, left, len(tables) > 1)
 
 
 class _Watched(MutableMapping[Any, Any]):

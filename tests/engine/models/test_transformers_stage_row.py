@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.models.transformers.passing import Left, find_passing
+from penstock.engine.models.transformers.stage_row import Left, find_stage_row
 
 ROWS = 300
 
@@ -53,24 +53,24 @@ class _Model(nn.Module):
         return SimpleNamespace(last_hidden_state=stream)
 
 
-def passing_of(**options: Any) -> Any:
+def row_of(**options: Any) -> Any:
     with torch.device("meta"):
         model = _Model(**options)
-        return find_passing(model, model.layers, ROWS)
+        return find_stage_row(model, model.layers, ROWS)
 
 
 def test_one_stream_is_nothing_more() -> None:
-    assert passing_of() is None
+    assert row_of() is None
 
 
 def test_streams_shared_tensors_and_tokens_are_found() -> None:
-    found = passing_of(streams=4, shares=True, reads=True)
+    found = row_of(streams=4, shares=True, reads=True)
     keys = Left("left", 0, 0, (1, 3, 2)), Left("left", 0, 1, (1, 3, 2))
     assert found.stream == (4, 1, 8) and found.tokens
     assert found.left == ((), keys, keys)
     assert found.width == 32 + 12 + 3
-    assert passing_of(shares=True).tokens is False
-    assert passing_of(reads=True).left == ((), (), ())
+    assert row_of(shares=True).tokens is False
+    assert row_of(reads=True).left == ((), (), ())
 
 
 def test_a_model_that_looks_at_values_is_left_to_the_checks_of_a_stage() -> None:
@@ -82,14 +82,14 @@ def test_a_model_that_looks_at_values_is_left_to_the_checks_of_a_stage() -> None
 
     with torch.device("meta"):
         model = Looks(streams=4)
-        assert find_passing(model, model.layers, ROWS) is None
+        assert find_stage_row(model, model.layers, ROWS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_holds_all_of_it(dtype: torch.dtype) -> None:
-    found = passing_of(streams=4, shares=True, reads=True)
+    found = row_of(streams=4, shares=True, reads=True)
     ids = torch.tensor([0, 255, 256, 262_143, 5_000_000])
-    entry = found.row(ids, dtype)
+    entry = found.of_tokens(ids, dtype)
     assert entry.shape == (5, found.width) and torch.equal(found.ids(entry), ids)
     stream = torch.randn(4, 1, 5, 8).to(dtype)
     keys = torch.randn(2, 1, 3, 5, 2).to(dtype)
