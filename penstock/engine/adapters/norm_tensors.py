@@ -62,6 +62,10 @@ class NormTensors:
             self._keys[path] = key
         return True
 
+    @property
+    def any(self) -> bool:
+        return bool(self._keys)
+
     def read(self, tensors: Any, hashed: Callable[[str, Tensor], None]) -> Mapping[Norm, Tensor] | None:
         """By norm; None: there are none. Of a rank that has none of these layers it is empty."""
         found: dict[Norm, Tensor] = {}
