@@ -36,6 +36,7 @@ from penstock.bench.commands.speculation import speculation
 from penstock.bench.commands.start import start
 from penstock.bench.commands.streams import streams
 from penstock.bench.commands.structure import structure
+from penstock.bench.commands.table import table
 from penstock.bench.commands.train_head import train_head
 from penstock.bench.commands.watermark import watermark
 from penstock.bench.options import reported
@@ -49,6 +50,7 @@ app = typer.Typer(
 )
 for command in (
     engine,
+    table,
     goodput,
     shard,
     predictions,

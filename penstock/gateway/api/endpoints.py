@@ -22,6 +22,7 @@ from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
+from penstock.gateway.batches.upload_endpoints import PART_FORM, CompleteRequest, UploadEndpoints, UploadRequest
 from penstock.gateway.generation.schemas import (
     DetokenizeRequest,
     EmbeddingsRequest,
@@ -101,6 +102,31 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/files/{file}", FileEndpoints.get_file, "Metadata of a file.", "Batches"),
     Endpoint("DELETE", "/v1/files/{file}", FileEndpoints.delete_file, "Delete a file.", "Batches"),
     Endpoint("GET", "/v1/files/{file}/content", FileEndpoints.file_content, "The content of a file.", "Batches"),
+    Endpoint(
+        "POST",
+        "/v1/uploads",
+        UploadEndpoints.create_upload,
+        "Begin a file that is sent in parts.",
+        "Batches",
+        UploadRequest,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/uploads/{upload}/parts",
+        UploadEndpoints.add_upload_part,
+        "Send a part of a file.",
+        "Batches",
+        form=PART_FORM,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/uploads/{upload}/complete",
+        UploadEndpoints.complete_upload,
+        "Make a file of the parts.",
+        "Batches",
+        CompleteRequest,
+    ),
+    Endpoint("POST", "/v1/uploads/{upload}/cancel", UploadEndpoints.cancel_upload, "Cancel an upload.", "Batches"),
     Endpoint(
         "POST", "/v1/batches", BatchEndpoints.create_batch, "Run the requests in a file.", "Batches", BatchRequest
     ),

@@ -65,6 +65,10 @@ _FILE = obj(
     id=STRING, object=word("file"), bytes=INTEGER, created_at=INTEGER, expires_at=maybe(INTEGER), filename=STRING,
     purpose=STRING, status=STRING,
 )  # fmt: skip
+_UPLOAD = obj(
+    id=STRING, object=word("upload"), bytes=INTEGER, created_at=INTEGER, expires_at=INTEGER, filename=STRING,
+    purpose=STRING, status=word("pending", "completed", "cancelled", "expired"), file=maybe(_FILE),
+)  # fmt: skip
 _BATCH = obj(
     id=STRING, object=word("batch"), endpoint=STRING, input_file_id=STRING, completion_window=STRING, status=STRING,
     created_at=INTEGER, expires_at=maybe(INTEGER), errors=maybe(ANY_OBJECT), output_file_id=maybe(STRING),
@@ -203,6 +207,10 @@ _SCHEMAS: dict[str, Schema] = {
     "list_files": listing(_FILE, **_PAGE),
     "delete_file": obj(id=STRING, object=STRING, deleted=BOOLEAN),
     "file_content": {"application/jsonl": {"schema": STRING}},
+    "create_upload": _UPLOAD,
+    "add_upload_part": obj(id=STRING, object=word("upload.part"), created_at=INTEGER, upload_id=STRING),
+    "complete_upload": _UPLOAD,
+    "cancel_upload": _UPLOAD,
     "create_batch": _BATCH,
     "get_batch": _BATCH,
     "cancel_batch": _BATCH,

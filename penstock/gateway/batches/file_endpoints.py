@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,7 +21,8 @@ from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, 
 from penstock.storage import DatabaseError
 
 JSONL = b"application/jsonl"
-_LEAST_S, _MOST_S = 3600, 30 * 86400
+LEAST_S, MOST_S = 3600, 30 * 86400
+"""How long a file may be kept."""
 FILE_FORM: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -29,7 +31,7 @@ FILE_FORM: dict[str, Any] = {
         "file": {"type": "string", "format": "binary", "description": "JSON lines, UTF-8."},
         "purpose": {"type": "string", "enum": ["batch"]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": _LEAST_S, "maximum": _MOST_S},
+        "expires_after[seconds]": {"type": "integer", "minimum": LEAST_S, "maximum": MOST_S},
     },
 }
 
@@ -62,9 +64,13 @@ class FileEndpoints:
             text = await asyncio.to_thread(_text, upload.content)
             try:
                 await check_room(files, self._config, exchange.caller.tenant, len(upload.content), "file")
-                name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
                 made = await files.create(
-                    exchange.caller.tenant, name, "batch", text, user=exchange.caller.user, keep_s=keep_s
+                    exchange.caller.tenant,
+                    file_name(upload.filename),
+                    "batch",
+                    text,
+                    user=exchange.caller.user,
+                    keep_s=keep_s,
                 )
             except DatabaseError as error:
                 raise away() from error
@@ -134,6 +140,16 @@ async def check_room(files: FileStore, config: BatchesConfig, tenant: str, size:
         )
 
 
+def check_purpose(purpose: str) -> None:
+    if purpose != "batch":
+        raise InvalidRequest("`purpose` must be `batch`: nothing else uses files here.", param="purpose")
+
+
+def file_name(sent: str) -> str:
+    """The name of a file, without the folder that a client may have sent."""
+    return sent.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
+
+
 def away() -> ServiceUnavailable:
     return ServiceUnavailable("The store of files and batches is unavailable at the moment.")
 
@@ -153,17 +169,15 @@ def _checked(form: dict[str, Field]) -> tuple[Field, float | None]:
     for name in ("file", "purpose"):
         if name not in form:
             raise InvalidRequest(f"Missing required parameter: `{name}`.", param=name, code="missing_parameter")
-    purpose = _word(form["purpose"])
-    if purpose != "batch":
-        raise InvalidRequest("`purpose` must be `batch`: nothing else uses files here.", param="purpose")
+    check_purpose(_word(form["purpose"]))
     if not form["file"].content:
         raise InvalidRequest("The file is empty.", param="file")
     keep_s = None
     if any(name.startswith("expires_after") for name in form):
         anchor, seconds = (_word(form.get(f"expires_after[{part}]")) for part in ("anchor", "seconds"))
-        if anchor != "created_at" or not seconds.isdigit() or not _LEAST_S <= int(seconds[:9]) <= _MOST_S:
+        if anchor != "created_at" or not seconds.isdigit() or not LEAST_S <= int(seconds[:9]) <= MOST_S:
             raise InvalidRequest(
-                f"`expires_after` has an `anchor`, which is `created_at`, and `seconds` from {_LEAST_S} to {_MOST_S}.",
+                f"`expires_after` has an `anchor`, which is `created_at`, and `seconds` from {LEAST_S} to {MOST_S}.",
                 param="expires_after",
             )
         keep_s = float(seconds)
@@ -174,11 +188,22 @@ def _word(field: Field | None) -> str:
     return "" if field is None else field.content[:64].decode("ascii", "replace")
 
 
-def _text(content: bytes) -> str:
+@contextmanager
+def refuse_binary(param: str) -> Iterator[None]:
+    """What is decoded inside has to be UTF-8."""
     try:
-        text = content.decode()
+        yield
     except UnicodeDecodeError:
-        raise InvalidRequest("The file is not UTF-8 text.", param="file") from None
-    if "\0" in text:
-        raise InvalidRequest("The file is not text: it has a NUL character.", param="file")
+        raise InvalidRequest("The file is not UTF-8 text.", param=param) from None
+
+
+def _text(content: bytes) -> str:
+    with refuse_binary("file"):
+        text = content.decode()
+    refuse_nul(text, "file")
     return text
+
+
+def refuse_nul(text: str, param: str) -> None:
+    if "\0" in text:
+        raise InvalidRequest("The file is not text: it has a NUL character.", param=param)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.batches.uploads import UploadStore
 from penstock.storage import Database, Row, Statement
 
 PART = 512 * 1024
@@ -100,9 +101,12 @@ class FileStore:
         self._database = database
         self._keep_s = keep_s
         self._clock = clock
+        self.uploads = UploadStore(database, clock)
+        """Files that arrive in parts."""
 
     async def prepare(self) -> None:
         await self._database.migrate("files", _VERSIONS)
+        await self.uploads.prepare()
 
     async def begin(
         self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
@@ -162,12 +166,13 @@ class FileStore:
         return [_file(row) for row in rows]
 
     async def used(self, tenant: str) -> int:
-        """The size of a tenant's files in bytes."""
+        """The size of a tenant's files in bytes, with what is promised to uploads."""
         rows = await self._database.fetch(
             "SELECT CAST(COALESCE(SUM(bytes), 0) AS BIGINT) FROM files WHERE tenant = ? AND expires_at > ?",
             tenant, self._clock(),
         )  # fmt: skip
-        return int(rows[0][0])
+        _, promised = await self.uploads.pending(tenant)
+        return int(rows[0][0]) + promised
 
     async def content(self, id: str) -> AsyncIterator[str]:
         """The parts of a file; each ends at the end of a line."""
@@ -191,6 +196,7 @@ class FileStore:
         )  # fmt: skip
         for (id,) in rows:
             await self.delete(id)
+        await self.uploads.sweep()
 
 
 def parts(text: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
 from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
+from penstock.gateway.batches.upload_endpoints import UploadEndpoints
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.process.request_log import RequestLogOff
@@ -38,6 +39,7 @@ from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnava
 _NO_ACCOUNTS = "This gateway keeps no accounts, so it cannot tell whose an answer is."
 _WITHOUT_STORE = (
     Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
+    Unavailable(UploadEndpoints, ServiceUnavailable, "This gateway has no store for files."),
     Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
     Unavailable(MessageBatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
     Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
@@ -99,6 +101,7 @@ def of_store(
     limit = settings.body_limit
     return [
         FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
+        UploadEndpoints(stores.files, settings.batches, uploads, limit),
         BatchEndpoints(stores.batches, stores.files, runner, limit),
         MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
         FeedbackEndpoints(stores.feedback, permissions, cache.suspect, limit),

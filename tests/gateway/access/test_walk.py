@@ -94,6 +94,7 @@ CASES: dict[tuple[str, str], object] = {
     ("POST", "/v1/completions"): Named(body(prompt="hi"), (*LOCAL, "hidden-remote", "hidden-route")),
     ("POST", "/v1/responses"): Named(body(input="hi")),
     ("POST", "/v1/responses/input_tokens"): Named(body(input="hi"), LOCAL),
+    ("POST", "/v1/responses/compact"): Named(body(input="hi")),
     ("GET", "/v1/responses/{response}"): Kept("response"),
     ("DELETE", "/v1/responses/{response}"): Kept("response"),
     ("GET", "/v1/responses/{response}/input_items"): Kept("response"),

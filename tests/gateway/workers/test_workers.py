@@ -213,10 +213,10 @@ async def test_a_killed_worker_loses_its_own_streams_and_comes_back(workers: Wor
     key = await asyncio.to_thread(workers.key, "six")
     before = set(workers.pids)
     held = await workers.streams(6, 3000, key)  # all that the tier allows
-    others = await workers.streams(10, 120, workers.admin)
     assert (await workers.ask(key)).status_code == 429
     counted = await asyncio.to_thread(workers.metric, name)
     victim = workers.pids[0]
+    others = await workers.streams(10, 150, workers.admin)  # the last step before the kill: they must not end first
     os.kill(victim, signal.SIGKILL)
     ends = [await task for task in others]
     assert set(ends) <= {"data: [DONE]", "broken"}

@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from penstock.engine.backends import build_cache
 from penstock.errors import PenstockError
 
 log = logging.getLogger(__name__)
@@ -104,8 +104,7 @@ def isa_choices() -> tuple[str, ...]:
 
 def cache_dir() -> Path:
     """Where compiled libraries are kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "penstock" / "native"
+    return build_cache.cache_dir("native")
 
 
 def build(isa: str = "native", directory: Path | None = None) -> Path:
@@ -137,7 +136,7 @@ def build_library(
         return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory / ".lock"):
+        with build_cache.locked(directory / ".lock"):
             if not target.exists():
                 _compile(compiler, sets, target, link_flags)
     except OSError as error:
@@ -241,17 +240,6 @@ def _failure(command: list[str]) -> str | None:
     """What a failing command wrote; None if it succeeded."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     return done.stderr if done.returncode else None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError as error:
-        raise BuildError("the native CPU kernels need a POSIX system (file locks)") from error
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def main() -> None:

@@ -185,5 +185,6 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
         max_query=max(prompts, default=1),
         max_context=limits.max_context,
         total_context=sum(prompts),
+        attended=max(prompts, default=0) * sum(prompts),  # as behind a long prefix
         states=StateBatch(*(nowhere.to(torch.int32) for _ in range(4))),
     )

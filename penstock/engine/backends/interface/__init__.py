@@ -32,6 +32,7 @@ from penstock.engine.backends.interface.batch import (
     Ints,
     StateBatch,
     StepShare,
+    attended,
 )
 from penstock.engine.backends.interface.device import (
     CopyEvent,
@@ -102,5 +103,6 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "attended",
     "torch_dtype",
 ]
