@@ -121,6 +121,11 @@ class Decoder(ABC):
         """Of the residual stream; activations have the embedding's."""
         return torch.float32 if self.ops.wide_stream else self.embedding.dtype
 
+    @property
+    def stream_width(self) -> int:
+        """Of the residual stream, as it goes from stage to stage."""
+        return self.config.hidden_size
+
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of chosen hidden states."""
         return self.head(hidden).float()
