@@ -128,8 +128,8 @@ class PostgresChunks(ChunkStore):
         if among is not None:
             # Exact: the index would be asked for its best chunks first, and few of those may be of these documents.
             rows = await self._database.fetch(
-                f"WITH some AS MATERIALIZED (SELECT key, vector FROM {self._table} WHERE document = ANY(?)) "
-                "SELECT key, vector <=> (?::text)::halfvec AS distance FROM some ORDER BY distance, key LIMIT ?",
+                f"WITH chosen AS MATERIALIZED (SELECT key, vector FROM {self._table} WHERE document = ANY(?)) "
+                "SELECT key, vector <=> (?::text)::halfvec AS distance FROM chosen ORDER BY distance, key LIMIT ?",
                 list(among), _literal(vector), count,
             )  # fmt: skip
             return [(key, 1.0 - distance) for key, distance in rows]
