@@ -65,7 +65,7 @@ def test_engine_with_dora_biases_and_norms() -> None:
         {"bias": "lora_only", "modules_to_save": ["layernorm", "norm"]},
         {},
     ]
-    for family in ("llama-mha-bias", "gemma2"):
+    for family in ("llama-mha-bias", "gemma2", "qwen3-qknorm"):  # the last with norms of queries and keys
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             base = write_checkpoint(family, root / "base")
@@ -88,3 +88,36 @@ def test_engine_with_dora_biases_and_norms() -> None:
                 margins = references[name].margins(prompt, got[id])
                 assert float(margins.max()) < TIE, (family, id, name, margins)
             assert_idle(engine)
+
+
+def test_engine_with_adapters_of_other_kinds() -> None:
+    """Those that become matrices run from graphs, those with vectors, norms or rows one by one."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.kind_files import KINDS, merged, write_kind
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(6)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        base = write_checkpoint("llama-mha-bias", root / "base")
+        paths = {name: write_kind(root / name, base, name, seed=seed) for seed, name in enumerate(KINDS)}
+        references = {name: Reference(merged(base, path, root / f"{name} merged")) for name, path in paths.items()}
+        references[""] = Reference(base)
+        specs = tuple(AdapterSpec(name, str(path)) for name, path in paths.items())
+        engine = make_engine(
+            base, device="cuda", adapters=specs, adapter_slots=6, max_running=8, num_blocks=200, token_budget=96
+        )
+        names = list(references)
+        asked = {
+            f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 120))], names[i % len(names)])
+            for i in range(2 * len(names))
+        }
+        got = generate(engine, *(ask(id, prompt, name, 16) for id, (prompt, name) in asked.items()))
+        for id, (prompt, name) in asked.items():
+            margins = references[name].margins(prompt, got[id])
+            assert float(margins.max()) < TIE, (id, name, margins)
+        assert_idle(engine)

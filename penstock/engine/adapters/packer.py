@@ -175,15 +175,15 @@ class Packer:
             if sites[target.index].heads:
                 self.ranks[target.index + 1], self.parts[target.index + 1] = width, 1
             if target.layer is None and self._tied and len(ends) == 1:
-                self._put_tied(target, a, b, key=pair["A"])
+                self._put_tied(target, a, b, tensors, key=pair["A"])
         self._vectors.outputs(self._biased, tensors, self._hash)
         self._vectors.biases(self._biased, tensors, self._hash)
         self.vectors = self._vectors.vectors()
         self.norms = self._norms.read(tensors, self._hash)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
-        site, tied = self.cut.whole.sites[target.index], target.layer is None and self._tied
-        plain = not site.experts and not site.heads and not tied
+        site = self.cut.whole.sites[target.index]
+        plain = not site.experts and not site.heads
         changed = self._changed(target.layer, target.module, target.index, target.parts)
         scale = self.config.scale_of(target.path)
         self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash, plain=plain)
@@ -251,11 +251,13 @@ class Packer:
         product: Tensor = a[:, vocabulary:].t() @ b.t() if embedding else b[vocabulary:] @ a
         return product * self.config.scale_of(target.path)
 
-    def _put_tied(self, target: _Target, a: Tensor, b: Tensor, *, key: str) -> None:
-        """The same matrices at the other end (`ensure_weight_tying`)."""
+    def _put_tied(self, target: _Target, a: Tensor, b: Tensor, tensors: Any, *, key: str) -> None:
+        """The same matrices at the other end (`ensure_weight_tying`); magnitudes and biases are its own."""
         (other,) = (module for module in self._ends if module != target.module)
         index = self._ends[other]
-        self._put(replace(target, index=index, module=other), b.t().contiguous(), a.t().contiguous(), key=key)
+        of, a, b = replace(target, index=index, module=other), b.t().contiguous(), a.t().contiguous()
+        self._put(of, a, b, key=key)
+        self._take_vectors(of, a, b, tensors)
         self.ranks[index], self.parts[index] = self.layout.width(self.rank), 1
 
     def _target(self, layer: int, module: str, key: str, pair: dict[str, str], tensors: Any) -> _Target:

@@ -119,7 +119,7 @@ class VectorTensors:
         if not plain:
             raise CheckpointError(
                 f"{self.file}: {where} has {'DoRA' if bias is None else 'a bias of lora_B'}, which is not available "
-                "for experts, kv_b_proj and tied ends"
+                "for experts and kv_b_proj; merge the adapter into the model"
             )
         site = self.cut.whole.sites[changed.index]
         outputs = sum(site.sizes[part] for part in changed.parts)

@@ -138,6 +138,21 @@ def test_ranks_give_the_same(
     assert_same_on_ranks(base, specs, mixed(), alone, grid)
 
 
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_on_quantized_weights(base: Path, folders: dict[str, Path], weights: str) -> None:
+    names = ("loha", "lokr", "ia3")
+    engine = make_engine(
+        base, adapters=tuple(AdapterSpec(name, str(folders[name])) for name in names), weights=weights,
+        activations="int16",
+    )  # fmt: skip
+    prompt = prompts(1)[0]
+    got = generate(engine, *(ask(name, prompt, name, 8) for name in names), ask("base", prompt, "", 8))
+    for name in names if weights == "int8" else ():
+        reference = Reference(merged(base, folders[name], base.parent / f"{name} for {weights}"))
+        assert reference.agrees(prompt, got[name][:1], 1.0), name
+    assert len({tuple(tokens) for tokens in got.values()}) == 4
+
+
 def test_slots_are_made_for_the_rank_that_a_kind_becomes(folders: dict[str, Path]) -> None:
     expected = {"loha": 16, "vera": 16, "lokr": 32, "adalora": 16, "ia3": 16, "tokens": 16}
     assert {name: default_rank([folders[name]]) for name in expected} == expected

@@ -46,6 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "dora of all linears": {"use_dora": True, "target_modules": "all-linear", "use_rslora": True},
     "dora of ends": {"use_dora": True, "target_modules": [*LINEARS, "embed_tokens", "lm_head"]},
+    "dora of tied ends": {
+        "use_dora": True,
+        "target_modules": [*LINEARS, "embed_tokens", "lm_head"],
+        "ensure_weight_tying": True,
+    },
     "dora and biases": {"use_dora": True, "bias": "all"},
     "biases": {"bias": "all"},
     "biases of targets": {"bias": "lora_only"},

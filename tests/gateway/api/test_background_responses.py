@@ -16,11 +16,13 @@ import openai
 import pytest
 
 from penstock.gateway.api.openai.responses import background
+from penstock.gateway.api.openai.responses.background_run import BackgroundRun
 from penstock.gateway.api.openai.responses.background_store import (
     GIVE_UP_S,
     RUN_EVENTS,
     UNFINISHED,
     BackgroundStore,
+    TakenOver,
     Work,
     number_of,
     split_events,
@@ -30,6 +32,7 @@ from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.schemas import ChatMessage
+from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
@@ -563,6 +566,14 @@ async def test_every_run_numbers_its_events_apart(tmp_path: Path, kind: str, req
         assert await store.delete("resp_2", "t")
         assert await begun.keep("her", 20.0, ["resp_2"], [], late) == {}
         assert not await begun.events("resp_2", -1) and not await begun.recorded("resp_2")
+
+
+async def test_charges_have_the_same_ids_in_every_run() -> None:
+    """A response may take several generations, as one that searches does; each is billed, and once."""
+    found = TakenOver("resp_abc", {}, ASKED, 0)
+    runs = [BackgroundRun.taken_over(found, Caller("t")) for _ in range(2)]
+    ids = [[run.next_charge_id() for _ in range(3)] for run in runs]
+    assert ids[0] == ids[1] and ids[0][0] == "abc" and len(set(ids[0])) == 3
 
 
 def test_gateways_of_the_last_release_refuse_to_continue_what_has_no_answer() -> None:
