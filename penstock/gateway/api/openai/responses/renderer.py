@@ -53,10 +53,11 @@ class ResponseRenderer(StepsRenderer):
         store: StoreResponse | None,
         *,
         background: str | None = None,
-        first_event: int = 0,
+        first_event: int | None = None,
     ) -> None:
         """`background`: the id of a response in the background, empty before it has one; the first events, up to
-        `response.queued`, are not the renderer's then. `first_event`: the sequence number of its first event."""
+        `response.queued`, are not the renderer's then. `first_event`: the sequence number of its first event, in a
+        run that is not the first."""
         self._tools = tools
         self._call: CallWriter | None = None
         """Of the open item, if it is a call."""
@@ -66,6 +67,8 @@ class ResponseRenderer(StepsRenderer):
         self._recorder = recorder
         self._store = store
         self._background = background is not None
+        if first_event is None:
+            first_event = 0 if background is None else QUEUED_EVENTS
         self._sequence = first_event - 1
         self._id = (background or "").removeprefix("resp_") or generation.id
         self._output: list[dict[str, Any]] = []
