@@ -14,7 +14,7 @@ import pytest
 
 from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
-from tests.gateway.conftest import Running, Serving
+from tests.gateway.conftest import Running, Serving, eventually
 from tests.gateway.rag.test_collections import library, prompt_of
 from tests.gateway.rag.test_vector_stores import CATS, HOURS, LEAVE, client_of, processed, sent
 from tests.gateway.server_tools.test_server_tools import calls, script
@@ -200,8 +200,7 @@ async def test_what_is_asked_of_a_search_is_honoured(
         running.engine.script = script(text, OPENING, "I cannot search.").script
         before, running.engine.step_s = len(running.engine.seen), 0.01
         task = asyncio.create_task(client.responses.create(model="tiny", input="Hi", tools=tool(store)))
-        while len(running.engine.seen) == before:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: len(running.engine.seen) > before)
         await client.vector_stores.delete(store)
         failed = await task
         item = failed.output[0]
