@@ -134,9 +134,9 @@ class AdapterRuntime:
         return self.alters(batch) or any(adapter is not None and adapter.rows is not None for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch changes single outputs of linears, or norms."""
-        adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return any(one is not None and not (one.vectors is None and one.norms is None) for one in adapters)
+        """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""
+        adapters = {chunk.seq.adapter for chunk in batch.chunks} - {None}
+        return any(each is not None for one in adapters if one for each in (one.vectors, one.norms, one.inputs))
 
     def on_head(self, decoder: Decoder) -> bool:
         """Whether logits behind a decoder have adapters."""

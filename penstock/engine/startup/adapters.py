@@ -11,6 +11,7 @@ import torch
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.norm_tensors import NormNames
@@ -159,6 +160,7 @@ def adapt_model(
             one_by_one=decoder.ops.batch_invariant,
         )
     kernel.vectors = VectorBank(slots, decoder.embedding.device)
+    kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
