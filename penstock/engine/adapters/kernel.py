@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
 from penstock.engine.adapters.norms import NormBank
@@ -25,6 +26,8 @@ class LoraKernel(Protocol):
     """What adapters do to single outputs; the same. `add` and its like end with it."""
     norms: NormBank | None
     """The norms that adapters replace; the same."""
+    head_norms: HeadNormBank | None
+    """Those of queries and keys; the same."""
     inputs: InputBank | None
     """What adapters do to the inputs of linears; the same."""
 

@@ -73,6 +73,8 @@ class Packer:
     """What it does to single outputs of linears."""
     norms: Mapping[Norm, Tensor] | None
     """The norms that it replaces."""
+    head_norms: Mapping[Norm, Tensor] | None
+    """Those of queries and keys."""
     inputs: InputBlocks | None
     """What it does to the inputs of linears."""
 
@@ -184,7 +186,7 @@ class Packer:
         self._vectors.outputs(self._biased, tensors, self._hash)
         self._vectors.biases(self._biased, tensors, self._hash)
         self.vectors = self._vectors.vectors()
-        self.norms = self._norms.read(tensors, self._hash)
+        self.norms, self.head_norms = self._norms.read(tensors, self._hash)
         self.inputs = self._inputs.read(self._biased, tensors, self._hash)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:

@@ -53,6 +53,8 @@ class LoadedAdapter:
     """The norms that it replaces."""
     inputs: InputBlocks | None = None
     """What it does to the inputs of linears."""
+    head_norms: Mapping[Norm, Tensor] | None = None
+    """The norms of queries and keys that it replaces."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -116,11 +118,11 @@ def read_adapter(
     rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
     vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors
     further = layout.touches_further(ranks) or any(
-        each is not None for each in (rows, vectors, packer.norms, packer.inputs)
+        each is not None for each in (rows, vectors, packer.norms, packer.inputs, packer.head_norms)
     )
     return LoadedAdapter(
         name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms,
-        packer.inputs,
+        packer.inputs, packer.head_norms,
     )  # fmt: skip
 
 

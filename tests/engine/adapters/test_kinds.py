@@ -186,7 +186,8 @@ def test_kinds_that_cannot_be_applied_are_refused_by_name(base: Path, folders: d
         ("vera", {"save_projection": "yes", "bias": "some"}, "bias is 'some', which VeRA adapters do not support"),
         ("miss", {"init_weights": "bat"}, "init_weights is 'bat', which MiSS adapters do not support"),
         ("loha", {"use_something": True}, "use_something is True, a key that LoHa adapters do not know"),
-        ("loha", {"r": 4, "rank_pattern": {}}, "here it must be (any, 4)"),
+        ("loha", {"r": 4, "rank_pattern": {}}, "here it must be ("),
+        ("loha", {"r": 100000}, "r is 100000"),
         ("loha", {"target_modules": ["q_proj"]}, "which adapter_config.json leaves out"),
         ("ia3", {"target_modules": ["q_proj"]}, "which adapter_config.json leaves out"),
         ("adalora", {"lora_alpha": 0}, "lora_alpha of AdaLoRA must be above 0"),
@@ -212,6 +213,10 @@ def test_missing_tensors_and_ranks_inside_of_blocks_are_refused(base: Path, tmp_
     tensors = load_file(adapter / WEIGHTS)
     save_file({key: value for key, value in tensors.items() if key != "base_model.vera_B"}, adapter / WEIGHTS)
     assert "has no vera_A and vera_B" in failure(base, adapter)
+    adapter = write_kind(tmp_path / "c", base, "lokr", targets=("q_proj",))
+    tensors = {key: value.repeat(40, 40) for key, value in load_file(adapter / WEIGHTS).items() if key.endswith("w1")}
+    save_file({**load_file(adapter / WEIGHTS), **tensors}, adapter / WEIGHTS)
+    assert "their product must be 64 x 64" in failure(base, adapter, adapter_rank=512)
     adapter = write_kind(tmp_path / "b", base, "oft", targets=("o_proj",))
     config = json.loads((adapter / CONFIG).read_text())
     blocks = {key: torch.zeros(1, 64 * 63 // 2) for key in load_file(adapter / WEIGHTS)}
