@@ -38,8 +38,9 @@ class ChainShape:
     stages: int = 5
     tensor: bool = True
     """Tensor cores multiply; otherwise ordinary arithmetic in float32."""
-    resident: int = 1
-    """Blocks that the registers of a multiprocessor have to hold: two leave half of them to the kernels around it."""
+    registers: int = 0
+    """Of a thread at most. 0: as few as can be without spilling, since attention runs beside a chain that is on its
+    way, on the registers that this one leaves."""
     waits: bool = True
     """Without them results are wrong: to time what waiting for each other costs."""
     multiplies: bool = True
@@ -67,6 +68,11 @@ class LinkPlan:
     @property
     def parts(self) -> int:
         return 2 if self.gated else 1
+
+    @property
+    def words(self) -> int:
+        """Registers of a lane for its inputs."""
+        return _words(self.columns, self.fp8, self.norm)
 
     @property
     def text(self) -> str:
@@ -98,10 +104,16 @@ class ChainPlan:
             "WARPS": shape.warps,
             "STAGES": shape.stages,
             "TENSOR": int(shape.tensor),
-            "RESIDENT": shape.resident,
             "WAITS": int(shape.waits),
             "MULTIPLIES": int(shape.multiplies),
         }
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the compiler."""
+        few = max(link.words for link in self.links) <= _FEW_WORDS // 2
+        enough = (72 if few else 96) if self.shape.tensor else 104 if few else 128
+        return (f"--maxrregcount={self.shape.registers or enough}",)
 
     def arguments(
         self, links: Sequence[Link], x: Tensor, residual: Tensor, outs: Sequence[Tensor | None], counter: Tensor
@@ -166,7 +178,7 @@ def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
     best: tuple[bool, int, int, int] | None = None
     for slices in (1 << bit for bit in range(shape.warps.bit_length())):
         columns = -(-units // slices)
-        words = columns * (8 if fp8 or link.norm is not None else 4)
+        words = _words(columns, fp8, link.norm is not None)
         if shape.warps % slices or words > _MOST_WORDS:
             continue
         stages = -(-rows // (_ROWS * (shape.warps // slices))) * columns
@@ -184,6 +196,11 @@ def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
         slices=best[3],
         columns=best[2],
     )
+
+
+def _words(columns: int, fp8: bool, norm: bool) -> int:
+    """In bfloat16 those with gains are two numbers each."""
+    return columns * (8 if fp8 or norm else 4)
 
 
 class _Link(ctypes.Structure):
