@@ -22,8 +22,10 @@ _UNIT = 512
 """Bytes that a warp copies of a row at once."""
 _ROWS = 4
 """Of a stage of the ring, a unit of each."""
-_FEW_WORDS, _MOST_WORDS = 32, 64
+_FEW_WORDS, _MOST_WORDS = 16, 64
 """Registers of a lane for its inputs: what is good, and the limit."""
+_FEW, _MORE, _ORDINARY = 80, 96, 128
+"""Registers of a lane that are enough: with few inputs, with more, and for ordinary arithmetic."""
 _SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
 _FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS")
@@ -31,16 +33,17 @@ _FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS")
 
 @dataclass(frozen=True, slots=True)
 class ChainShape:
-    """A launch: one block to a multiprocessor, and for each of its warps a ring of `stages` of 2 KiB."""
+    """A launch: one block to a multiprocessor, and for each of its warps a ring of `stages` of 2 KiB. The next chain of a
+    step begins to read while attention computes, on multiprocessors with room for both: those of an 8B model take 135
+    and 73 of 228 KiB, 80 x 512 and 168 x 128 of 65,536 registers."""
 
     blocks: int
     warps: int = 16
-    stages: int = 5
+    stages: int = 4
     tensor: bool = True
     """Tensor cores multiply; otherwise ordinary arithmetic in float32."""
     registers: int = 0
-    """Of a thread at most. 0: as few as can be without spilling, since attention runs beside a chain that is on its
-    way, on the registers that this one leaves."""
+    """Of a thread at most; 0: few enough, without spilling."""
     waits: bool = True
     """Without them results are wrong: to time what waiting for each other costs."""
     multiplies: bool = True
@@ -111,8 +114,8 @@ class ChainPlan:
     @property
     def options(self) -> tuple[str, ...]:
         """Of the compiler."""
-        few = max(link.words for link in self.links) <= _FEW_WORDS // 2
-        enough = (72 if few else 96) if self.shape.tensor else 104 if few else 128
+        few = max(link.words for link in self.links) <= _FEW_WORDS
+        enough = _ORDINARY if not self.shape.tensor else _FEW if few else _MORE
         return (f"--maxrregcount={self.shape.registers or enough}",)
 
     def arguments(
