@@ -33,8 +33,8 @@ _FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS")
 
 @dataclass(frozen=True, slots=True)
 class ChainShape:
-    """A launch: one block to a multiprocessor, and for each of its warps a ring of `stages` of 2 KiB. The next chain of a
-    step begins to read while attention computes, on multiprocessors with room for both: those of an 8B model take 135
+    """A launch: one block to a multiprocessor, and for each of its warps a ring of `stages` of 2 KiB. The next chain of
+    a step begins to read while attention computes, on multiprocessors with room for both: those of an 8B model take 135
     and 73 of 228 KiB, 80 x 512 and 168 x 128 of 65,536 registers."""
 
     blocks: int
@@ -174,18 +174,19 @@ def _follow(links: Sequence[Link]) -> bool:
 
 
 def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
-    """As few stages for each warp as can be, then as few inputs."""
+    """With few registers for inputs if that is possible; then as few stages for each warp as can be."""
     fp8 = link.weight.dtype == FP8
     units = -(-link.inputs * (1 if fp8 else 2) // _UNIT)
     rows = -(-link.outputs // shape.blocks)
-    best: tuple[bool, int, int, int] | None = None
+    best: tuple[int, int, int, int] | None = None
     for slices in (1 << bit for bit in range(shape.warps.bit_length())):
         columns = -(-units // slices)
         words = _words(columns, fp8, link.norm is not None)
         if shape.warps % slices or words > _MOST_WORDS:
             continue
         stages = -(-rows // (_ROWS * (shape.warps // slices))) * columns
-        best = min(best or (True, 1 << 30, 0, 0), (words > _FEW_WORDS, stages, columns, slices))
+        taken = (max(words, _FEW_WORDS) - 1).bit_length()
+        best = min(best or (32, 0, 0, 0), (taken, stages, columns, slices))
     if best is None:
         return None
     return LinkPlan(
