@@ -260,8 +260,8 @@ class LineAccount(Account):
 
 class DetachedAccount(Account):
     """The charge of a request that other gateways may take over. It is opened at the end of the run: one that goes on
-    elsewhere, or died with its gateway, leaves nothing to pay. All runs that come to their end have the same id, so
-    that the first of them is billed, even where a slow gateway finishes what another has taken over."""
+    elsewhere, or died with its gateway, leaves nothing to pay. What comes to its end has the same id in all runs, so
+    that the first is billed, even where a slow gateway finishes what another has taken over."""
 
     __slots__ = ("_work",)
 
@@ -281,8 +281,8 @@ class DetachedAccount(Account):
                 self._settled = asyncio.get_running_loop().create_future()
                 self._settled.set_result(True)
                 return self._settled
-            if generation.complete and self._work.charge_id:
-                self._charge = msgspec.structs.replace(self._charge, id=self._work.charge_id)
+            if generation.complete and (id := self._work.next_charge_id()):
+                self._charge = msgspec.structs.replace(self._charge, id=id)
             self.open()
         return super().settle(finish_reason)
 

@@ -14,9 +14,9 @@ DETACHED = "penstock.detached"
 class DetachedWork(Protocol):
     """What the ledger needs to know about it."""
 
-    @property
-    def charge_id(self) -> str:
-        """Of its answer, the same in every run; empty before it has one."""
+    def next_charge_id(self) -> str:
+        """Of its next generation that comes to an end: in every run the same ids, in the same order. Empty: it has none
+        yet."""
 
     @property
     def goes_on(self) -> bool:

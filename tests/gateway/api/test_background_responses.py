@@ -16,11 +16,13 @@ import openai
 import pytest
 
 from penstock.gateway.api.openai.responses import background
+from penstock.gateway.api.openai.responses.background_run import BackgroundRun
 from penstock.gateway.api.openai.responses.background_store import (
     GIVE_UP_S,
     RUN_EVENTS,
     UNFINISHED,
     BackgroundStore,
+    TakenOver,
     Work,
     number_of,
     split_events,
@@ -30,6 +32,7 @@ from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.schemas import ChatMessage
+from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
@@ -324,6 +327,22 @@ async def test_what_was_generated_half_is_billed_once(serving: Serving, text: Te
         assert (await running.client.post("/v1/feedback", json=vote)).status_code == 200
 
 
+async def test_leases_are_kept_whatever_happens(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wrong(self: BackgroundStore, *about: Any, **more: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(BackgroundStore, "take_over", wrong)
+    monkeypatch.setattr(background, "BEAT_S", 0.02)
+    async with serving(held(text), **stored(tmp_path), gateway_timeout_s=0.4) as running:
+        id = (await create(running, background=True)).json()["id"]
+        await asyncio.sleep(0.8)
+        assert await running.parts.database.fetch("SELECT 1 FROM responses WHERE leased_until > ?", time.time())  # type: ignore[union-attr]
+        running.engine.hold = False
+        assert (await ended(running, id))["status"] == "completed"
+
+
 async def test_a_shutdown_waits_for_ends_that_are_being_stored(
     serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,10 +525,13 @@ async def test_a_response_is_taken_over_a_few_times(tmp_path: Path, kind: str, r
         now[0] += GIVE_UP_S + 21.0
         assert "within a day" in (await shown("resp_2"))["error"]["message"]
         await begun.begin("resp_3", "one", 20.0, events=b"", work=ASKED, **about)
+        await begun.begin("resp_5", "one", 20.0, events=b"", work=ASKED, **about)
         await database.execute("UPDATE responses SET work = '' WHERE id = 'resp_3'")
+        await database.execute("UPDATE responses SET work = '{}' WHERE id = 'resp_5'")
         now[0] += 21.0
         assert await take_over("two", 20.0) is None
-        assert "stopped before its end" in (await shown("resp_3"))["error"]["message"]
+        for id in ("resp_3", "resp_5"):
+            assert "stopped before its end" in (await shown(id))["error"]["message"]
         # Nobody takes over what was cancelled, whoever had it.
         await begun.begin("resp_4", "one", 20.0, events=b"", work=ASKED, **about)
         now[0] += 21.0
@@ -563,6 +585,14 @@ async def test_every_run_numbers_its_events_apart(tmp_path: Path, kind: str, req
         assert await store.delete("resp_2", "t")
         assert await begun.keep("her", 20.0, ["resp_2"], [], late) == {}
         assert not await begun.events("resp_2", -1) and not await begun.recorded("resp_2")
+
+
+async def test_charges_have_the_same_ids_in_every_run() -> None:
+    """A response may take several generations, as one that searches does; each is billed, and once."""
+    found = TakenOver("resp_abc", {}, ASKED, 0)
+    runs = [BackgroundRun.taken_over(found, Caller("t")) for _ in range(2)]
+    ids = [[run.next_charge_id() for _ in range(3)] for run in runs]
+    assert ids[0] == ids[1] and ids[0][0] == "abc" and len(set(ids[0])) == 3
 
 
 def test_gateways_of_the_last_release_refuse_to_continue_what_has_no_answer() -> None:

@@ -360,6 +360,9 @@ class BackgroundResponses:
             except DatabaseError as error:
                 log.warning("cannot store the state of responses in the background: %s", error)
                 await asyncio.sleep(BEAT_S)
+            except Exception:  # without this task all leases would expire
+                log.exception("the keeper of responses in the background failed, and goes on")
+                await asyncio.sleep(BEAT_S)
 
     async def _take_over(self) -> None:
         """Generate what dead gateways have begun, as far as there is room here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class BackgroundRun:
         """Whether its events are kept."""
         self.first_event = QUEUED_EVENTS
         """The sequence number of the first event that the model's answer makes."""
+        self._charges = 0
         self.goes_on = False
         """Another gateway generates it, or will: what happens here is not its end, and is not billed."""
         self.id = ""
@@ -88,9 +90,10 @@ class BackgroundRun:
         run.accepted.set_result([])
         return run
 
-    @property
-    def charge_id(self) -> str:
-        return self.id.removeprefix("resp_")
+    def next_charge_id(self) -> str:
+        id = self.id.removeprefix("resp_")
+        self._charges += 1
+        return id if self._charges == 1 or not id else uuid.uuid5(uuid.NAMESPACE_URL, f"{id}/{self._charges}").hex
 
     def record(self, events: Sequence[bytes]) -> None:
         if self.stream and events:

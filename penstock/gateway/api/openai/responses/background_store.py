@@ -162,7 +162,12 @@ class BackgroundStore:
             now,
         )
         for id, before, until, tenant, response, work, attempts in rows:
-            if (why := _given_up(work, attempts, now - until)) is not None:
+            why = _given_up(work, attempts, now - until)
+            try:
+                asked = _work.decode(work or "{}")
+            except msgspec.ValidationError:  # of another version
+                why = why or LOST
+            if why is not None:
                 await self._abandon(id, before, response, why)
                 continue
             if tenant in not_of:
@@ -174,7 +179,6 @@ class BackgroundStore:
                 owner, now + lease_s, msgspec.json.encode(queued).decode(), id, before, now,
             )  # fmt: skip
             if taken:
-                asked = _work.decode(work)
                 return TakenOver(id, queued, asked, await self._begun_anew(id, owner, queued) if asked.stream else 0)
         return None
 
