@@ -61,6 +61,11 @@ class LoadedAdapter:
     def __post_init__(self) -> None:
         object.__setattr__(self, "narrow", not self.ranks[1:].any())
 
+    @property
+    def by_host(self) -> bool:
+        """Whether it does what no captured step contains on any device: its steps are launched from the host."""
+        return any(each is not None for each in (self.rows, self.inputs, self.head_norms))
+
 
 def read_adapter(
     name: str,

@@ -132,10 +132,10 @@ class AdapterRuntime:
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
     def launched_eagerly(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch replaces rows of embedding or head, or changes single outputs of linears
-        or norms: it is neither recorded nor captured."""
+        """Whether some adapter of a batch changes single outputs of linears or norms, or does what only the host can
+        (`LoadedAdapter.by_host`): it is neither recorded nor captured."""
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return self.alters(batch) or any(adapter is not None and adapter.rows is not None for adapter in adapters)
+        return self.alters(batch) or any(adapter is not None and adapter.by_host for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
         """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""

@@ -15,6 +15,7 @@ from penstock.engine.adapters.kinds import KINDS as READ
 from penstock.engine.adapters.kinds import as_lora, read_settings
 from penstock.engine.adapters.kinds.refused import refusal
 from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec, default_rank
 from penstock.engine.models.families import read_config
 from penstock.engine.request import Request
@@ -153,6 +154,14 @@ def test_on_quantized_weights(base: Path, folders: dict[str, Path], weights: str
         reference = Reference(merged(base, folders[name], base.parent / f"{name} for {weights}"))
         assert reference.agrees(prompt, got[name][:1], 1.0), name
     assert len({tuple(tokens) for tokens in got.values()}) == 4
+
+
+def test_what_only_the_host_can_apply_is_known_as_such(base: Path, folders: dict[str, Path]) -> None:
+    """Steps with these must never be captured, whatever a device can look up by slot."""
+    layout = layout_of(read_config(json.loads((base / "config.json").read_text())))
+    for name, by_host in (("oft", True), ("ia3-inputs", True), ("tokens", True), ("ia3", False), ("lokr", False)):
+        found = read_adapter(name, folders[name], layout, max_rank=64, dtype=torch.float32, pin=False)
+        assert found.by_host is by_host and found.further is (name != "lokr"), name
 
 
 def test_slots_are_made_for_the_rank_that_a_kind_becomes(folders: dict[str, Path]) -> None:
