@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -84,6 +86,8 @@ class TritonLora:
         self.rows: RowBank | None = None
         self.vectors: VectorBank | None = None
         self.norms: NormBank | None = None
+        self.head_norms: HeadNormBank | None = None
+        self.inputs: InputBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -110,6 +114,10 @@ class TritonLora:
             self.vectors.put(slot, adapter.vectors)
         if self.norms is not None:
             self.norms.put(slot, adapter.norms)
+        if self.head_norms is not None:
+            self.head_norms.put(slot, adapter.head_norms)
+        if self.inputs is not None:
+            self.inputs.put(slot, adapter.inputs)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -124,6 +132,10 @@ class TritonLora:
             self.vectors.begin(slots)
         if self.norms is not None:
             self.norms.begin(slots)
+        if self.head_norms is not None:
+            self.head_norms.begin(slots)
+        if self.inputs is not None:
+            self.inputs.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -144,6 +156,10 @@ class TritonLora:
             self.vectors.clear()
         if self.norms is not None:
             self.norms.clear()
+        if self.head_norms is not None:
+            self.head_norms.clear()
+        if self.inputs is not None:
+            self.inputs.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
         self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
 
