@@ -336,7 +336,7 @@ def take_out(model: Any, junction: Junction, dtype: torch.dtype) -> Callable[[st
         raise CannotDivide("it does not keep its layers apart from its head")
     name, layers = layers_of(base, junction.layers)
     begin, end = junction.span
-    junction.row = find_stage_row(base, layers, base.get_input_embeddings().num_embeddings)
+    junction.row = find_stage_row(base, name, base.get_input_embeddings().num_embeddings)
     junction.shapes = shapes_by_layer(model)
     for index, layer in enumerate(layers):
         if not begin <= index < end:
