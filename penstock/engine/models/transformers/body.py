@@ -219,10 +219,9 @@ class StageBody:
         return nn.functional.pad(embedded, (0, self.width - embedded.shape[-1]))
 
     def __call__(self, entry: Tensor, **options: Any) -> Tensor:
-        stream = entry.unsqueeze(0)
         if self.reads_tokens:
-            return self._run(input_ids=stream, **options)
-        self.junction.given = stream
+            return self._run(input_ids=entry.unsqueeze(0), **options)
+        self.junction.given = stream = entry.unsqueeze(0).clone()  # a model may write into what it is given
         if self._carries is not None:
             return self._run(input_ids=self._carries.ids(entry).unsqueeze(0), **options)
         if self.junction.first:
