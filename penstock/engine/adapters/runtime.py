@@ -127,11 +127,10 @@ class AdapterRuntime:
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
-    def launched_eagerly(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch replaces rows of embedding or head, or changes single outputs of linears
-        or norms: it is neither recorded nor captured."""
+    def replaces_rows(self, batch: Batch) -> bool:
+        """Whether some adapter of a batch replaces rows of embedding or head: it is neither recorded nor captured."""
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return self.alters(batch) or any(adapter is not None and adapter.rows is not None for adapter in adapters)
+        return any(adapter is not None and adapter.rows is not None for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
         """Whether some adapter of a batch changes single outputs of linears, or norms."""

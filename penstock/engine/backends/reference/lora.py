@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 
 _BLOCK = 1 << 30
 """Tokens per tile: all that share a slot."""
@@ -24,8 +24,8 @@ class ReferenceLora:
 
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
         self.rows: RowBank | None = None
-        self.vectors: VectorBank | None = None
-        self.norms: NormBank | None = None
+        self.vectors: Vectors | None = None
+        self.norms: Norms | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots

@@ -7,6 +7,8 @@ The sum is rounded to the residual's dtype before it is normalized: the next lay
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,40 @@ from penstock.engine.backends.cuda.kernels.common import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class OwnGains:
+    """Gains of the tokens' adapters, in place of a norm's own."""
+
+    bank: Tensor
+    """float32 [slots, norms, hidden]"""
+    held: Tensor
+    """int32 [slots, norms]: whether a slot has gains for a norm."""
+    slots: Tensor
+    """int32 [T]; -1: none."""
+    norm: int | None
+    """Which norm it is; None: its gains are not replaced."""
+    x_norm: int | None
+    """The same of the norm of what is added."""
+
+
 @triton.jit
+def _own_gains(
+    weight: tl.tensor,
+    bank_ptr: tl.tensor,
+    held_ptr: tl.tensor,
+    slot: tl.tensor,
+    norms: tl.tensor,
+    norm: tl.tensor,
+    cols: tl.tensor,
+    HIDDEN: tl.constexpr,
+) -> tl.tensor:
+    at = slot * norms + norm
+    held = tl.load(held_ptr + at, mask=slot >= 0, other=0)
+    own = tl.load(bank_ptr + at * HIDDEN + cols, mask=(cols < HIDDEN) & (held > 0), other=0.0)
+    return tl.where(held > 0, own, weight)
+
+
+@triton.jit(do_not_specialize=["norms", "norm", "x_norm"])
 def _norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -32,13 +67,21 @@ def _norm_kernel(
     scale_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    held_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
+    norms: tl.tensor,
+    norm: tl.tensor,
+    x_norm: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     X_NORM: tl.constexpr,
+    OWN: tl.constexpr,
+    X_OWN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DELTA: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -48,8 +91,12 @@ def _norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     launch_successor(PDL)
+    if OWN or X_OWN:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if OWN:
+            weight = _own_gains(weight, bank_ptr, held_ptr, slot, norms, norm, cols, HIDDEN)
     if DELTA:
         rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
@@ -60,6 +107,8 @@ def _norm_kernel(
         x += second(delta_ptr + row * HIDDEN + cols, mask, rank)
     if X_NORM:
         x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if X_OWN:
+            x_weight = _own_gains(x_weight, bank_ptr, held_ptr, slot, norms, x_norm, cols, HIDDEN)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight
     if ADD:
         residual = residual_ptr + row * HIDDEN + cols
@@ -148,6 +197,7 @@ def _launch(
     out: Tensor,
     scale: Tensor | None,
     pdl: bool,
+    own: OwnGains | None = None,
 ) -> None:
     summed = 1
     if isinstance(x, Summands):
@@ -167,13 +217,19 @@ def _launch(
         out,
         x if scale is None else scale,
         *delta,
+        *((x, x, x) if own is None else (own.bank, own.held, own.slots)),
         x.stride(0),
         eps,
+        0 if own is None else own.held.shape[1],
+        0 if own is None else own.norm or 0,
+        0 if own is None else own.x_norm or 0,
         HIDDEN=hidden,
         BLOCK=block,
         NORM=weight is not None,
         ADD=residual is not None,
         X_NORM=x_weight is not None,
+        OWN=own is not None and own.norm is not None,
+        X_OWN=own is not None and own.x_norm is not None,
         QUANTIZE=scale is not None,
         SUMMED=summed,
         **options,
@@ -183,12 +239,18 @@ def _launch(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    own: OwnGains | None = None,
 ) -> Tensor:
     """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`.
     Without `weight`, a copy; so too below."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    _launch(x, None, weight, None, eps, out, None, pdl)
+    _launch(x, None, weight, None, eps, out, None, pdl, own)
     return out
 
 
@@ -200,10 +262,11 @@ def add_rms_norm(
     x_weight: Tensor | None = None,
     *,
     pdl: bool = False,
+    own: OwnGains | None = None,
 ) -> Tensor:
     """`residual += x` (with `x_weight`: x normalized) in place, then `rms_norm(residual)`; a new tensor."""
     out = torch.empty_like(residual)
-    _launch(x, residual, weight, x_weight, eps, out, None, pdl)
+    _launch(x, residual, weight, x_weight, eps, out, None, pdl, own)
     return out
 
 
