@@ -19,7 +19,10 @@ local function changed()
   redis.call('HINCRBY', state, 'version', 1)
   redis.call('PUBLISH', state, '')
 end
-if redis.call('HSETNX', state, 'id', id) == 1 then redis.call('HSET', state, 'mark', mark) end
+-- With the time: a process that begins the registry, and once more after Redis lost its data, begins two.
+if redis.call('HSETNX', state, 'id', table.concat({id, time[1], time[2]}, '.')) == 1 then
+  redis.call('HSET', state, 'mark', mark)
+end
 local active = tonumber(redis.call('HGET', state, 'active') or now)
 redis.call('HSET', state, 'active', now)
 if now - active > quiet then

@@ -23,7 +23,7 @@ from penstock.planning.records import Record, built_in, canonical, entries, find
 DeviceKind = Literal["gpu", "cpu"]
 PriceKind = Literal["on_demand", "reserved", "spot"]
 PRICE_KINDS: tuple[PriceKind, ...] = get_args(PriceKind)
-ARCHITECTURES = ("arm", "x86")
+ARCHITECTURES = ("arm", "x86", "hopper")
 SECTIONS = ("devices", "apis")
 """Of a user's file."""
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
@@ -74,8 +74,9 @@ class Device:
     host_memory_bytes: int = 0
     """Per device; of a CPU, the same memory as `memory_bytes`."""
     cores: int = 0
+    """Of CPUs only."""
     arch: str = ""
-    """`arm` or `x86`. Both are of CPUs only."""
+    """Of a CPU `arm` or `x86`; of a GPU `hopper`, or nothing."""
     prices: Prices = Prices()
     source: str = ""
     date: str = ""

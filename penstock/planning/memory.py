@@ -26,6 +26,9 @@ KEPT_STATES, SHARE_OF_STATES = 4, 0.25
 the states of running ones leave (`engine.startup.memory`)."""
 _LOGIT_ROWS = 256
 """Rows that the engine's largest measured step samples."""
+GATHERED_BYTES, _GATHERED_DIM, _GATHERED_GROUP = 256 << 20, 128, 128
+"""What Hopper's kernel for long prompts gathers of a quantized cache at a time; the head size that it is for, and how
+many query heads may share a KV head (`engine.backends.cuda.kernels.gathered_prefix`, `hopper_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class MemoryPlan:
     runtime: int
     """Context, libraries, buffers of collectives."""
     activations: int
-    """Of the largest step."""
+    """Of the largest step, with what long contexts take beside it."""
     kv_room: int
     """For the KV cache and states; negative where not even the weights fit."""
     kv_bytes_per_token: float
@@ -146,6 +149,9 @@ class MemoryPlan:
         if kind == "gpu":
             what = f"{_gib(self.activations)} for steps of {deployment.step_tokens} tokens"
             found.append(Assumption("activations", what, "tensors alive in one layer; the engine measures it at start"))
+        if gathered := gathered_bytes(deployment):
+            what = f"{_gib(gathered)} of the activations"
+            found.append(Assumption("keys of long prompts, widened", what, "engine.backends.cuda.long_prompts"))
         if deployment.kv_memory is None:
             of = "the model's share" if deployment.memory_share is not None else "what is free"
             share = SHARE_OF_REST[kind] if deployment.memory_share is not None else share
@@ -231,7 +237,7 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
         weights += device_weights(draft)
         per_block += kv_block_bytes(draft)
     runtime = RUNTIME_BYTES[kind] + (COLLECTIVE_BYTES if deployment.devices > 1 else 0)
-    activations = activation_bytes(deployment) if kind == "gpu" else 0
+    activations = activation_bytes(deployment) + gathered_bytes(deployment) if kind == "gpu" else 0
     adapters = adapter_bytes(deployment, stage) + adapter_row_bytes(deployment, stage)
     adapters += adapter_vector_bytes(deployment, stage)
     free = capacity - runtime - weights - adapters - activations
@@ -370,6 +376,21 @@ def activation_bytes(deployment: Deployment) -> int:
         widths.append(3 * shape.moe.shared_ffn // tensor)
     logits = _LOGIT_ROWS * shape.vocab * 4
     return round(deployment.step_tokens * (stream + max(widths)) * size) + logits
+
+
+def gathered_bytes(deployment: Deployment) -> int:
+    """What long prompts take beside that: keys and values of a cache in FP8 or int8, widened for a kernel that reads 16
+    bits. The engine leaves it free whatever its contexts."""
+    shape = deployment.shape
+    gathers = (
+        deployment.device.arch == "hopper"
+        and deployment.kv_format in ("fp8", "int8")
+        and shape.mla is None
+        and not shape.sinks
+        and shape.head_dim == _GATHERED_DIM
+        and shape.heads <= _GATHERED_GROUP * shape.kv_heads
+    )
+    return GATHERED_BYTES if gathers else 0
 
 
 def _span(deployment: Deployment, stage: int) -> Span:

@@ -123,6 +123,29 @@ async def test_an_administrator_at_work(serving: Serving, page: Page, encoder_en
 
 
 @pytest.mark.slow
+async def test_lists_longer_than_a_page(serving: Serving, page: Page, encoder_endpoint: str, tmp_path: Path) -> None:
+    async with serving(encoders=encoders(encoder_endpoint), **settings(tmp_path)) as gateway:
+        client = gateway.client
+        for number in range(101):
+            made = await client.post("/v1/collections", json={"name": f"c{number:03}"})
+            assert made.status_code == 200, made.text
+            sent = await client.post(
+                f"/v1/collections/c000/documents?name=d{number:03}.txt",
+                content=f"The room {number} is on floor {number // 10}.",
+                headers={"content-type": "text/plain"},
+            )
+            assert sent.status_code < 300, sent.text
+        await page.goto(f"http://127.0.0.1:{gateway.port}/console/#collections")
+        await expect(page.get_by_role("tab")).to_have_count(101)
+        await page.get_by_role("tab", name="c000").click()
+        rows = page.get_by_role("table", name="Documents").get_by_role("row")
+        await expect(rows).to_have_count(101)  # one of them is the head
+        await page.get_by_role("button", name="More documents").click()
+        await expect(rows).to_have_count(102)
+        await expect(page.get_by_role("button", name="More documents")).to_have_count(0)
+
+
+@pytest.mark.slow
 async def test_access_of_tenants_and_keys(serving: Serving, page: Page, tmp_path: Path) -> None:
     async with serving(**settings(tmp_path)) as gateway:
         keys = await two_tenants(gateway)

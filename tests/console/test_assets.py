@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from tests.gateway.conftest import Serving
 
 STATIC = Path(__file__).resolve().parents[2] / "penstock" / "console" / "static"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_every_file_that_one_refers_to_exists() -> None:
@@ -29,6 +30,16 @@ def test_every_file_that_one_refers_to_exists() -> None:
 def test_nothing_comes_from_another_host() -> None:
     for file in [*STATIC.rglob("*.js"), STATIC / "index.html", STATIC / "console.css"]:
         assert not re.findall(r"(?:src|href|url\(|from|import)\W{1,3}https?://", file.read_text()), file.name
+
+
+def test_pages_and_metrics_that_the_console_names_are_documented() -> None:
+    documented = "".join((DOCS / name).read_text() for name in ("operations.md", "routing.md"))
+    for file in STATIC.rglob("*.js"):
+        for name in re.findall(r"\b(?:penstock_[a-z_]+|vllm:[a-z_]+)", file.read_text()):
+            assert name in documented, f"{file.name}: {name}"
+    page = (DOCS / "console.md").read_text()
+    labels = re.findall(r'name: "\w+", label: "([^"]+)"', (STATIC / "main.js").read_text())
+    assert len(labels) > 15 and not [label for label in labels if not re.search(rf"^\| \[?{label}\b", page, re.M)]
 
 
 async def test_pages_are_served_and_only_they(serving: Serving) -> None:

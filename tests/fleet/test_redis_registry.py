@@ -94,6 +94,19 @@ async def test_what_lasts_is_put_back_even_if_that_fails_at_first_and_another_co
     await third.close()
 
 
+async def test_what_lasts_is_put_back_by_the_process_that_began_the_registry_too(valkey: Any) -> None:
+    alone = registry(valkey)
+    await alone.publish(ENGINE, MODEL)
+    seen = alone.follow()
+    await until(seen, lambda fleet: bool(fleet.engines and fleet.models))
+    await alone._redis.flushall()  # and nobody else is there to begin it anew
+    await until(seen, lambda fleet: bool(fleet.engines and fleet.models and alone._remembered))
+    other = registry(valkey)
+    await until(other.follow(), lambda fleet: bool(fleet.engines and fleet.models))
+    await alone.close()
+    await other.close()
+
+
 @pytest.mark.slow
 async def test_while_redis_is_away_everything_is_kept_and_an_empty_one_is_filled_again(
     valkey: Any, pair: tuple[Any, Any]

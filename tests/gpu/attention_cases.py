@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, TOLERANCE, check, integers, poison_, poisoned_outputs, rand, rng
 from torch import Tensor
 
+from penstock.engine.backends.cuda.kernels import hopper_prefill
 from penstock.engine.backends.cuda.ops import TritonOps
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
 
 ops = TritonOps(DEVICE)
 BLOCK = 16
@@ -40,14 +44,18 @@ def build(
     kv_dtype: torch.dtype | None = None,
     max_context: int | None = None,
     sinks: bool = False,
+    run: int = 1,
 ) -> Case:
-    """A batch whose blocks are scattered over the pool. Every slot no sequence owns is poisoned."""
+    """A batch whose blocks are scattered over the pool, `run` of them one behind the other. Every slot no sequence owns
+    is poisoned."""
     kv_dtype = kv_dtype or dtype
     decodes = sum(n == 1 for n in queries)
     assert all(n == 1 for n in queries[:decodes])
     needed = [-(-c // BLOCK) for c in contexts]
-    pool = list(range(1, sum(needed) + 3))
-    rng.shuffle(pool)
+    pool = list(range(sum(needed) + 2, 0, -1))  # taken from the end
+    runs = [pool[at : at + run] for at in range(0, len(pool), run)]
+    rng.shuffle(runs)
+    pool = [block for some in runs for block in some]
     shape = (len(pool) + 1, layout.kv_heads, BLOCK, layout.head_dim)
     scales = None
     if kv_dtype == FP8:
@@ -99,6 +107,7 @@ def build(
         max_query=max(queries),
         max_context=max_context or max(contexts),
         total_context=sum(contexts[decodes:]),
+        attended=attended(np.array(starts), np.array(contexts), decodes),
     )
     q = rand(starts[-1], layout.heads, layout.head_dim, dtype=dtype)
     return Case(
@@ -164,6 +173,16 @@ def run_case(name: str, case: Case, tolerance: float | None = None) -> None:
 def prefill_flops(case: Case) -> float:
     pairs = sum(n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True))
     return 4 * pairs * case.layout.heads * case.layout.head_dim
+
+
+@contextlib.contextmanager
+def wide_copies(on: bool = True) -> Iterator[None]:
+    """A trial of the Hopper kernel: runs of cache blocks in one copy."""
+    kept, hopper_prefill.WIDE_COPIES = hopper_prefill.WIDE_COPIES, on
+    try:
+        yield
+    finally:
+        hopper_prefill.WIDE_COPIES = kept
 
 
 def layout(heads: int, kv_heads: int, dim: int, window: int | None = None) -> HeadLayout:

@@ -1,4 +1,5 @@
-"""Prompts over FP8 and int8 caches on Hopper: keys and values gathered into 16 bits, and attention over them."""
+"""Prompts on Hopper whose keys and values are gathered first, from FP8 and int8 caches and (a trial) from 16-bit ones,
+and attention over them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from attention_cases import (
     BLOCK,
@@ -22,6 +24,8 @@ from attention_cases import (
     layout,
     ops,
     prefill_flops,
+    run_case,
+    wide_copies,
 )
 from gpu_harness import (
     MODE,
@@ -37,10 +41,15 @@ from gpu_harness import (
     time_us,
 )
 
+from penstock.engine.backends.cuda import long_prompts
 from penstock.engine.backends.cuda.kernels import gathered_prefix, hopper_prefill, prefill
+from penstock.engine.backends.cuda.kernels.common import is_building
+from penstock.engine.backends.interface import HeadLayout, attended
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.harness import drain, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
+
+QUANTIZED = ((FP8, torch.bfloat16), (FP8, torch.float16), (INT8, torch.bfloat16))
 
 
 def test_a_prefix_is_gathered() -> None:
@@ -48,7 +57,7 @@ def test_a_prefix_is_gathered() -> None:
     queries = [1, 1, 3, 20, 2] if QUICK else [1, 1, 3, 200, 2, 17]
     contexts = [9, 40, 127, 20, 130] if QUICK else [9, 40, 128, 200, 1300, 129]
     for kv_heads, dim in ((3, 32), (2, 16)) if QUICK else ((8, 128), (3, 128), (1, 64)):
-        for kv_dtype, dtype in ((FP8, torch.bfloat16), (FP8, torch.float16), (INT8, torch.bfloat16)):
+        for kv_dtype, dtype in (*QUANTIZED, (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)):
             case = build(queries, contexts, layout(kv_heads, kv_heads, dim), dtype, kv_dtype)
             k_scale, v_scale = case.scales or (None, None)
             for heads in {1, kv_heads - 1 or 1, kv_heads}:
@@ -104,8 +113,8 @@ def test_prefill_on_hopper_over_a_quantized_cache() -> None:
     if QUICK:  # the interpreter does not know Gluon
         return
     batches = [([1, 70], [40, 70]), ([128], [256]), ([1, 17, 300, 500], [5, 1017, 5000, 900]), ([33, 65], [33, 127])]
-    every = ((FP8, torch.bfloat16), (FP8, torch.float16), (INT8, torch.bfloat16))
-    for heads, kv_heads, kinds in ((32, 8, every), (28, 4, every[:1]), (9, 3, every[2:]), (32, 1, every[:1])):
+    kinds_of = ((32, 8, QUANTIZED), (28, 4, QUANTIZED[:1]), (9, 3, QUANTIZED[2:]), (32, 1, QUANTIZED[:1]))
+    for heads, kv_heads, kinds in kinds_of:
         for queries, contexts in batches:
             for kv_dtype, dtype in kinds:
                 case = build(queries, contexts, layout(heads, kv_heads, 128), dtype, kv_dtype)
@@ -133,13 +142,94 @@ def gathered_in(turns: int, case: Case) -> Iterator[None]:
         gathered_prefix.MOST_BYTES = kept
 
 
+@contextlib.contextmanager
+def trial(least_reuse: int = 0) -> Iterator[None]:
+    """16-bit keys are gathered where so many new tokens read each."""
+    kept = hopper_prefill.GATHER_16BIT, hopper_prefill.LEAST_REUSE
+    hopper_prefill.GATHER_16BIT, hopper_prefill.LEAST_REUSE = True, least_reuse
+    try:
+        yield
+    finally:
+        hopper_prefill.GATHER_16BIT, hopper_prefill.LEAST_REUSE = kept
+
+
+def test_16_bit_keys_are_gathered_where_each_is_read_often() -> None:
+    for queries, contexts, want in (
+        ([3200], [100_000], 8),
+        ([3000], [100_000], 0),
+        ([4656, 3792], [30_000, 3792], 8),  # the end of one prompt and the beginning of the next
+        ([512, 7936], [30_000, 7936], 0),
+        ([1] * 8 + [8440], [30_000] * 8 + [8440], 8),
+    ):
+        decodes, total = queries.count(1), sum(n for n, new in zip(contexts, queries, strict=True) if new > 1)
+        starts = np.cumsum([0, *queries])
+        case = build([2] * decodes + [2], [40] * decodes + [40], LLAMA, torch.bfloat16)
+        batch = dataclasses.replace(
+            case.batch,
+            num_decodes=decodes,
+            max_query=max(queries),
+            total_context=total,
+            attended=attended(starts, np.array(contexts), decodes),
+        )
+        call = LLAMA, batch, case.q, case.k_cache
+        assert hopper_prefill._heads_gathered(*call) == 0, "off unless it is tried"
+        with trial(hopper_prefill.LEAST_REUSE):
+            heads = hopper_prefill._heads_gathered(*call)
+            assert heads == min(want, gathered_prefix.heads_at_once(LLAMA, batch, 2)), (queries, heads)
+            captured = dataclasses.replace(batch, total_context=None, attended=None)
+            assert hopper_prefill._heads_gathered(LLAMA, captured, case.q, case.k_cache) == 0
+            assert hopper_prefill.gathered_bytes(LLAMA, torch.bfloat16) == gathered_prefix.MOST_BYTES
+        assert hopper_prefill.gathered_bytes(LLAMA, torch.bfloat16) == 0
+
+
+def test_prefill_on_hopper_over_gathered_16_bits() -> None:
+    """The same numbers as from the blocks themselves, bit for bit: both multiply the same tiles in the same order."""
+    if QUICK:  # the interpreter does not know Gluon
+        return
+    batches = [([1, 70], [40, 70]), ([128], [256]), ([1, 17, 300, 500], [5, 1017, 5000, 900]), ([33, 65], [33, 127])]
+    layouts = [layout(32, 8, 128), layout(28, 4, 128), layout(9, 3, 128), layout(32, 1, 128)]
+    layouts += [HeadLayout(32, 8, 128, scale, None) for scale in (1 / 16, 1.0)]
+    for heads in layouts:
+        for queries, contexts in batches:
+            for dtype in (torch.bfloat16, torch.float16):
+                case = build(queries, contexts, heads, dtype)
+                first, want = case.batch.num_decodes, attend(case)
+                for turns in {1, min(3, heads.kv_heads)}:
+                    with trial(), gathered_in(turns, case), counted_gathers() as gathered:
+                        got = attend(case)
+                    assert len(gathered) == -(-heads.kv_heads // -(-heads.kv_heads // turns))
+                    name = f"gathered {dtype} {heads.heads}/{heads.kv_heads} {contexts}, {turns} turns"
+                    check_equal(name, got[first:], want[first:])
+                if MODE != "compile":
+                    check(f"paged {dtype} {contexts}", want[first:], attention64(case)[first:], 1e-2)
+
+
+def test_what_the_trial_leaves_to_others() -> None:
+    """Windows inside the context, sinks, other head sizes: the portable kernel, with the trial as without."""
+    queries, contexts = ([2, 30], [40, 60]) if QUICK else ([600, 2], [900, 700])
+    shapes = ((4, 2, 32),) if QUICK else ((8, 2, 128), (8, 2, 64), (4, 2, 256))
+    for heads, kv_heads, dim in shapes:
+        for window in (None, 20, 4096):
+            for sinks in (False, True):
+                case = build(queries, contexts, layout(heads, kv_heads, dim, window), torch.bfloat16, sinks=sinks)
+                with trial():
+                    run_case(f"{heads}/{kv_heads}x{dim}, window {window}, sinks {sinks}", case)
+
+
+def attend(case: Case) -> torch.Tensor:
+    out = poison_(torch.empty_like(case.q.flatten(1)))
+    with poisoned_outputs():
+        hopper_prefill.prefill_attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, out, case.scales)
+    return out
+
+
 def test_long_prompts_of_an_engine() -> None:
     """In chunks, beside another request: every token of the prompt as likely as with the portable kernel."""
     if MODE != "device":
         return
     rng = random.Random(5)
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint("llama-gqa", Path(folder), spread=0.3, head_dim=128, max_position_embeddings=32768)
+        path = _checkpoint(Path(folder))
         prompt = [rng.randrange(199) for _ in range(20_000)]
         for kv_dtype in ("fp8", "int8"):
             with_hopper, gathered = _prompt_logprobs(path, kv_dtype, prompt, hopper=True)
@@ -150,6 +240,62 @@ def test_long_prompts_of_an_engine() -> None:
                 f"    {kv_dtype}: log-probabilities differ by {difference.mean():.4f}, at most {difference.max():.3f}"
             )
             assert not with_hopper.isnan().any() and float(difference.mean()) < 0.02
+        paged, none = _prompt_logprobs(path, "auto", prompt, hopper=True)
+        with trial(1024):
+            gathered_16, some = _prompt_logprobs(path, "auto", prompt, hopper=True)
+        with wide_copies():
+            wide, _ = _prompt_logprobs(path, "auto", prompt, hopper=True)
+        assert some and not none
+        for tried in (gathered_16, wide):
+            assert float((tried - paged).abs().max()) < 1e-3, "the same arithmetic from another place"
+
+
+def test_captured_steps_gather_too() -> None:
+    """A trial: prompts in chunks of up to 1,024 tokens, some of which see more than captured steps have room for."""
+    if MODE != "device":
+        return
+    rng = random.Random(7)
+    lengths = (600, 1500, 3000, 9000, 17_000, 36_000)
+    requests = [greedy(f"r{length}", [rng.randrange(199) for _ in range(length)], 4, logprobs=0) for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        path = _checkpoint(Path(folder), max_position_embeddings=65536)
+        for kv_dtype in ("fp8", "int8"):
+            known, before = [], []
+            for captures in (False, True):
+                kept, long_prompts.CAPTURES = long_prompts.CAPTURES, captures
+                try:
+                    with counted_gathers() as gathered:
+                        engine = make_engine(
+                            path,
+                            device="cuda",
+                            dtype="bfloat16",
+                            kv_dtype=kv_dtype,
+                            max_running=16,
+                            token_budget=1024,
+                            kv_memory=192 << 20,
+                        )
+                        at_start = len(gathered)
+                        before.append(at_start)
+                        for request in requests:
+                            engine.submit(request)
+                        first: dict[str, float] = {}
+                        for delta in drain(engine):
+                            if delta.logprobs and delta.request_id not in first:
+                                first[delta.request_id] = delta.logprobs[0].logprob
+                        assert len(gathered) > at_start, "the longest prompts are launched"
+                finally:
+                    long_prompts.CAPTURES = kept
+                known.append(torch.tensor([first[request.request_id] for request in requests]))
+            assert before[1] > before[0], "captured before the first request"
+            difference = (known[0] - known[1]).abs()
+            print(f"    {kv_dtype}: log-probabilities of first tokens differ by at most {difference.max():.4f}")
+            assert float(difference.max()) < 0.05
+
+
+def _checkpoint(folder: Path, max_position_embeddings: int = 32768) -> Path:
+    return write_checkpoint(
+        "llama-gqa", folder, spread=0.3, head_dim=128, max_position_embeddings=max_position_embeddings
+    )
 
 
 def _prompt_logprobs(path: Path, kv_dtype: str, prompt: list[int], *, hopper: bool) -> tuple[torch.Tensor, int]:
@@ -173,7 +319,8 @@ def counted_gathers() -> Iterator[list[int]]:
     kept, calls = hopper_prefill.gather, []
 
     def gather(into: gathered_prefix.GatheredPrefix, first_head: int, *rest: object) -> None:
-        calls.append(first_head)
+        if not is_building():
+            calls.append(first_head)
         kept(into, first_head, *rest)
 
     hopper_prefill.gather = gather
@@ -214,3 +361,37 @@ def bench_prefill_over_quantized_caches() -> Iterator[Row]:
                 repeats=5,
             )
             yield bandwidth(f"{name}, gathered {heads} heads at a time", us, sum(case.contexts) * 8 * 128 * 2 * 3)
+
+
+SIXTEEN_BITS = (
+    (1, 8448, 0), (1, 8448, 8448), (1, 8448, 16896), (1, 4656, 25344), (1, 8448, 33792), (1, 8448, 59136),
+    (1, 8448, 91552), (1, 4096, 0), (1, 4096, 28672), (1, 2048, 30720), (1, 1024, 39936), (8, 1024, 14976),
+)  # fmt: skip
+"""Sequences, new tokens, cached ones: chunks of `long30k` and `long100k`, and some that should not be gathered."""
+
+
+def bench_16_bit_caches_of_prompts() -> Iterator[Row]:
+    """Blocks in order, as a cache that is not worn has them, and scattered: each read through the block table, with
+    wide copies, and gathered (copy included); the first again at the end, since clocks change; the copy alone."""
+    for count, length, prefix in SIXTEEN_BITS[:1] if MODE == "compile" else SIXTEEN_BITS:
+        for order, run in (("in order", 1 << 20), ("scattered", 1)):
+            case = build([length] * count, [length + prefix] * count, LLAMA, torch.bfloat16, run=run)
+            call = (case.q, case.layout, case.batch, case.k_cache, case.v_cache, torch.empty_like(case.q.flatten(1)))
+            for variant in ("paged", "wide", "gathered", "paged again"):
+                with trial() if variant == "gathered" else wide_copies(variant == "wide"):
+                    us = time_us([lambda c=call: hopper_prefill.prefill_attention(*c)], repeats=5)
+                name = f"16 bits, {count} x {length} after {prefix}, {order}, {variant}"
+                yield arithmetic(name, us, prefill_flops(case))
+            heads = gathered_prefix.heads_at_once(case.layout, case.batch, 2)
+            room = gathered_prefix.make_room(case.layout, case.batch, torch.bfloat16, heads)
+            us = time_us(
+                [
+                    lambda c=case, r=room, h=heads: [
+                        gathered_prefix.gather(r, at, min(h, 8 - at), c.batch, c.k_cache, c.v_cache, None)
+                        for at in range(0, 8, h)
+                    ]
+                ],
+                repeats=5,
+            )
+            name = f"16 bits, {count} x {length} after {prefix}, {order}, copy of {heads} heads"
+            yield bandwidth(name, us, sum(case.contexts) * 8 * 128 * 2 * 4)

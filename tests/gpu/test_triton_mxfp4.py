@@ -308,7 +308,7 @@ def test_one_launch_is_no_larger_than_what_a_device_holds() -> None:
         )
         with (
             patch.object(torch.cuda, "get_device_properties", lambda _: device),
-            patch.object(mxfp4_one, "_shares_processors", lambda: False),
+            patch.object(mxfp4_one, "shares_processors", lambda: False),
         ):
             return fits(torch.device("cuda"), programs, visits, staged)
 

@@ -1,6 +1,8 @@
 """Memory of deployments: textbook figures, the engine's own sizing, and sentences for what does not fit."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +254,26 @@ def test_activations_of_the_widest_part_of_a_layer() -> None:
     moe = replace(shared.moe, shared_ffn=60_000)
     plan = memory_plan(Deployment(shape=replace(shared, moe=moe), device=device("b200")))
     assert plan.activations == 8448 * (2 * 5120 + 3 * 60_000) * 2 + 256 * 202048 * 4
+
+
+def test_long_prompts_over_a_quantized_cache_take_memory_on_hopper() -> None:
+    """As much as the engine leaves free (`kernels/gathered_prefix.py`, which needs Triton to be imported)."""
+    source = Path(memory.__file__).parents[1] / "engine/backends/cuda/kernels/gathered_prefix.py"
+    (most,) = re.findall(r"^MOST_BYTES = (\d+) << 20$", source.read_text(), re.MULTILINE)
+    assert int(most) << 20 == memory.GATHERED_BYTES
+    for settings, taken in (
+        ({"kv_dtype": "fp8"}, 1), ({"kv_dtype": "int8"}, 1), ({}, 0),
+        ({"kv_dtype": "fp8", "on": "b200"}, 0), ({"kv_dtype": "int8", "on": "a100-80"}, 0),
+        ({"kv_dtype": "fp8", "model": "gpt-oss-20b"}, 0), ({"kv_dtype": "int8", "model": "deepseek-v2-lite"}, 0),
+        ({"kv_dtype": "fp8", "model": "llama-1b"}, 0),
+    ):  # fmt: skip
+        deployment = deployed(**{"on": "h200", **settings})
+        more = memory_plan(deployment).activations - memory.activation_bytes(deployment)
+        assert more == taken * memory.GATHERED_BYTES, settings
+    plan = planned(on="h200", kv_dtype="fp8")
+    assert plan.weights + plan.runtime + plan.activations + plan.kv_room + plan.reserve == plan.capacity
+    said = {assumption.what: assumption.value for assumption in plan.assumptions}
+    assert "0.2 GiB" in said["keys of long prompts, widened"]
 
 
 def test_mixed_windows_are_held_whole_and_the_plan_says_so() -> None:

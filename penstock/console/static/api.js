@@ -81,6 +81,7 @@ export function upload(path, body, { type, onProgress = () => {} } = {}) {
     };
     request.onload = async () => {
       const response = new Response(request.responseText, { status: request.status, statusText: request.statusText });
+      if (request.status === 401) window.dispatchEvent(new Event("penstock:refused"));
       if (response.ok) resolve(await response.json());
       else reject(await refused(response));
     };
@@ -90,6 +91,17 @@ export function upload(path, body, { type, onProgress = () => {} } = {}) {
 
 const PATIENCE_MS = 30_000;
 export const get = async (path) => (await call("GET", path, undefined, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
+// The entries of a list that comes in pages, at least `most` of them if there are so many, and whether there are more.
+export async function list(path, most = Infinity) {
+  const entries = [];
+  let page = null;
+  do {
+    const after = page ? { after: page.last_id } : {};
+    page = await get(`${path}?${new URLSearchParams({ limit: 100, ...after })}`);
+    entries.push(...page.data);
+  } while (page.has_more && entries.length < most);
+  return { data: entries, more: Boolean(page.has_more) };
+}
 export const post = async (path, body) => (await call("POST", path, body)).json();
 export const patch = async (path, body) => (await call("PATCH", path, body)).json();
 export const remove = async (path) => (await call("DELETE", path)).json();

@@ -72,6 +72,10 @@ class EndTensors:
         self._paths[module] = path
         return True
 
+    @property
+    def any(self) -> bool:
+        return bool(self._keys)
+
     def read(
         self,
         tensors: Any,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.activation import has_gate
+from penstock.engine.backends.activation import ClampedSwiglu, has_gate
 from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import DeltaConfig, ModelConfig
 
@@ -92,6 +92,8 @@ class Site:
     """Of what stands before or behind all layers: one of the two. See `adapters.ends`."""
     factor: float = 1.0
     """What the model's own matrix was multiplied by when it was loaded."""
+    gated: bool = False
+    """Whether what its last part gives, times what the others give, is all that the next site reads."""
 
     @property
     def outputs(self) -> int:
@@ -345,8 +347,9 @@ def _gated(config: ModelConfig, prefix: str, at: str, ffn: int, **more: Any) -> 
     names, hidden = family_of(config.family).names, config.hidden_size
     gate_up = tuple(at + part for part in _parts(config, names.gate_up))
     fused = names.fused_gate_up and at + names.fused_gate_up
+    gated = has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu)
     return (
-        Site(f"{prefix}gate_up", gate_up, (ffn,) * len(gate_up), hidden, fused, **more),
+        Site(f"{prefix}gate_up", gate_up, (ffn,) * len(gate_up), hidden, fused, gated=gated, **more),
         Site(f"{prefix}down", (at + names.down,), (hidden,), ffn, **more),
     )
 

@@ -1,12 +1,13 @@
 """Norms in an adapter's file: gains of those that were trained as a whole (`modules_to_save`).
 
-Norms that stand between layers are kept (`adapters.norms`); any other module that was saved must be the model's own.
+Norms that stand between layers, and those of queries and keys, are kept (`adapters.norms`); any other module that was
+saved must be the model's own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,8 @@ class NormNames:
     """The norms of a model that adapters may replace."""
 
     final: str
-    in_layer: Collection[str]
+    in_layer: Mapping[str, int]
+    """By name: how many gains each has."""
     hidden: int
     offset: float
     """What is added to stored gains."""
@@ -62,6 +64,10 @@ class NormTensors:
             self._keys[path] = key
         return True
 
+    @property
+    def any(self) -> bool:
+        return bool(self._keys)
+
     def read(self, tensors: Any, hashed: Callable[[str, Tensor], None]) -> Mapping[Norm, Tensor] | None:
         """By norm; None: there are none. Of a rank that has none of these layers it is empty."""
         found: dict[Norm, Tensor] = {}
@@ -74,11 +80,12 @@ class NormTensors:
             norm = self._norm(path)
             if norm is None or self.names is None:
                 raise CheckpointError(
-                    f"{self.file}: cannot apply {key!r}: of modules_to_save, embedding, head and the norms between "
-                    "layers may be changed"
+                    f"{self.file}: cannot apply {key!r}: of modules_to_save, embedding, head, the norms between "
+                    "layers and those of the heads of queries and keys may be changed"
                 )
-            if tuple(value.shape) != (self.names.hidden,):
-                raise CheckpointError(f"{self.file}: {key!r} is {tuple(value.shape)}, not ({self.names.hidden},)")
+            size = self.names.hidden if norm[0] is None else self.names.in_layer[norm[1]]
+            if tuple(value.shape) != (size,):
+                raise CheckpointError(f"{self.file}: {key!r} is {tuple(value.shape)}, not ({size},)")
             gains = value.float() + self.names.offset
             if not bool(gains.isfinite().all()):
                 raise CheckpointError(f"{self.file}: {key!r} holds values that are not finite")

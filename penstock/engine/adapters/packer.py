@@ -136,8 +136,9 @@ class Packer:
                 ends.setdefault(match[1], {})[match[2]] = key
             elif not any(each.take(key) for each in (self._whole, self._vectors, self._norms)):
                 raise self._refusal(key)
-        if not found and not ends and not self._vectors.any:
-            raise CheckpointError(f"{self.file} holds no LoRA matrices")
+        converted = self.config.ranks is not None and (self._norms.any or self._whole.any)
+        if not found and not ends and not self._vectors.any and not converted:
+            raise CheckpointError(f"{self.file} holds no {self.config.kind} matrices")
         targets = [(self._end(module, pair), pair) for module, pair in sorted(ends.items())]
         for (layer, module), pair in sorted(found.items()):
             target = self._target(layer, module, next(iter(pair.values())), pair, tensors)
@@ -148,8 +149,11 @@ class Packer:
                 raise CheckpointError(f"{self.file}: {target.where} has no lora_{missing}")
         self.rank = max((target.rank for target, _ in targets), default=1)
         if self.rank > self._max_rank:
+            merge = ""
+            if self.config.ranks is not None:
+                merge = f" ({self.config.kind} becomes a LoRA of that rank here) or merge the adapter into the model"
             raise CheckpointError(
-                f"{CONFIG}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank"
+                f"{CONFIG}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank{merge}"
             )
         behind = {
             target.module: added
@@ -171,14 +175,15 @@ class Packer:
             if sites[target.index].heads:
                 self.ranks[target.index + 1], self.parts[target.index + 1] = width, 1
             if target.layer is None and self._tied and len(ends) == 1:
-                self._put_tied(target, a, b, key=pair["A"])
+                self._put_tied(target, a, b, tensors, key=pair["A"])
+        self._vectors.outputs(self._biased, tensors, self._hash)
         self._vectors.biases(self._biased, tensors, self._hash)
         self.vectors = self._vectors.vectors()
         self.norms = self._norms.read(tensors, self._hash)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
-        site, tied = self.cut.whole.sites[target.index], target.layer is None and self._tied
-        plain = not site.experts and not site.heads and not tied
+        site = self.cut.whole.sites[target.index]
+        plain = not site.experts and not site.heads
         changed = self._changed(target.layer, target.module, target.index, target.parts)
         scale = self.config.scale_of(target.path)
         self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash, plain=plain)
@@ -195,7 +200,11 @@ class Packer:
 
     def _biased(self, layer: int | None, module: str) -> Changed | None:
         """The linear whose bias that is; None: adapters may not change it."""
-        if layer is None or layer >= self.cut.whole.layers or module not in self._places:
+        if layer is None:
+            index = self._ends.get(module.rpartition(".")[2])
+            of_head = index is not None and self.cut.whole.sites[index].end == "head"
+            return Changed(None, index, range(1), (module,)) if index is not None and of_head else None
+        if layer >= self.cut.whole.layers or module not in self._places:
             return None
         index, parts = self._place_of(layer, module)
         site = self.cut.whole.sites[index]
@@ -242,11 +251,13 @@ class Packer:
         product: Tensor = a[:, vocabulary:].t() @ b.t() if embedding else b[vocabulary:] @ a
         return product * self.config.scale_of(target.path)
 
-    def _put_tied(self, target: _Target, a: Tensor, b: Tensor, *, key: str) -> None:
-        """The same matrices at the other end (`ensure_weight_tying`)."""
+    def _put_tied(self, target: _Target, a: Tensor, b: Tensor, tensors: Any, *, key: str) -> None:
+        """The same matrices at the other end (`ensure_weight_tying`); magnitudes and biases are its own."""
         (other,) = (module for module in self._ends if module != target.module)
         index = self._ends[other]
-        self._put(replace(target, index=index, module=other), b.t().contiguous(), a.t().contiguous(), key=key)
+        of, a, b = replace(target, index=index, module=other), b.t().contiguous(), a.t().contiguous()
+        self._put(of, a, b, key=key)
+        self._take_vectors(of, a, b, tensors)
         self.ranks[index], self.parts[index] = self.layout.width(self.rank), 1
 
     def _target(self, layer: int, module: str, key: str, pair: dict[str, str], tensors: Any) -> _Target:

@@ -1,7 +1,7 @@
-"""Reading a PEFT LoRA checkpoint: `adapter_config.json` and `adapter_model.safetensors`, checked against the model.
+"""Reading a PEFT checkpoint: `adapter_config.json` and `adapter_model.safetensors`, checked against the model.
 
-What cannot be applied exactly is refused with a sentence, never approximated. Runs on a loader thread: it touches no
-engine state.
+Kinds other than LoRA are converted (`adapters.kinds`). What cannot be applied exactly is refused with a sentence, never
+approximated. Runs on a loader thread: it touches no engine state.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import KnownMatrices
+from penstock.engine.adapters.kinds import as_lora, read_settings
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
 from penstock.engine.adapters.norm_tensors import NormNames
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.packer import Packer
-from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.adapters.vectors import SiteVectors
@@ -78,30 +78,34 @@ def read_adapter(
     what follows: see `Packer`."""
     from safetensors import SafetensorError, safe_open  # only those who read adapters need it
 
+    from penstock.engine.loading.checkpoint import read_json
+
     if not path.is_dir():
         raise CheckpointError(f"{path} is not an adapter: give a folder with {CONFIG} and {WEIGHTS}")
-    config = LoraConfig.read(path)
+    raw = read_json(path / CONFIG)
+    settings, whole = read_settings(raw), cut or uncut(layout)
     file = path / WEIGHTS
     if not file.exists():
         hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
-    packer = Packer(
-        file.name,
-        layout,
-        cut or uncut(layout),
-        config,
-        max_rank=max_rank,
-        dtype=dtype,
-        pin=pin,
-        base=base,
-        row_dtype=row_dtype,
-        most_rows=most_rows,
-        room=room,
-        stored=stored,
-        norms=norms,
-    )
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="pt") as opened:
+            config, tensors = as_lora(raw, settings, opened, whole.whole)
+            packer = Packer(
+                file.name,
+                layout,
+                whole,
+                config,
+                max_rank=max_rank,
+                dtype=dtype,
+                pin=pin,
+                base=base,
+                row_dtype=row_dtype,
+                most_rows=most_rows,
+                room=room,
+                stored=stored,
+                norms=norms,
+            )
             packer.pack(tensors)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of a PEFT LoRA adapter: what of it matters here, and what is refused."""
+"""`adapter_config.json` of a PEFT adapter: what of it matters here, and what of LoRA's is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.engine.adapters.spec import CONFIG
@@ -82,27 +81,23 @@ class LoraConfig:
     """Whether the base's matrices are [in, out], as the configuration has it."""
     biased: bool = False
     """Whether every B has a bias."""
+    kind: str = "LoRA"
+    """What the adapter is called, for messages."""
+    ranks: Mapping[str, int] | None = None
+    """Of an adapter of another kind that was converted: the rank of each module's pair of matrices, by its path; the
+    product then has no factor."""
 
     @classmethod
-    def read(cls, folder: Path) -> LoraConfig:
-        from penstock.engine.loading.checkpoint import read_json
-
-        raw = read_json(folder / CONFIG)
+    def of(cls, raw: Mapping[str, Any]) -> LoraConfig:
+        """Of LoRA."""
         where = CONFIG
-        kind = raw.get("peft_type", "LORA")
-        if kind != "LORA":
-            raise CheckpointError(f"{where}: peft_type {kind!r:.80} is not supported; only LORA is")
         RULES.check(raw, where)
         start = raw.get("init_lora_weights", True)
         if not any(start is choice or (isinstance(start, str) and start == choice) for choice in _KEEPS_BASE):
             raise CheckpointError(
                 f"{where}: init_lora_weights {start!r:.80} changes the base model; save it as a plain LoRA first"
             )
-        rank, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise CheckpointError(f"{where}: r must be a positive integer, found {rank!r:.80}")
-        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < 1e30:
-            raise CheckpointError(f"{where}: lora_alpha must be a number, found {alpha!r:.80}")
+        rank, alpha = _rank(raw, "r", 8), _alpha(raw, "lora_alpha")
         rooted, tied = _flag(raw, "use_rslora"), _flag(raw, "ensure_weight_tying")
         targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
         return cls(
@@ -124,6 +119,28 @@ class LoraConfig:
             _flag(raw, "lora_bias"),
         )
 
+    @classmethod
+    def of_kind(
+        cls, raw: Mapping[str, Any], kind: str, *, rank_key: str = "", default_rank: int = 1, alpha_key: str = "",
+        patterns: bool = False,
+    ) -> LoraConfig:  # fmt: skip
+        """What other kinds have in common with LoRA. `rank_key`, `alpha_key`: what they call these two, if they have
+        them; `patterns`: whether modules may have others."""
+        targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
+        return cls(
+            _rank(raw, rank_key, default_rank) if rank_key else 1,
+            _alpha(raw, alpha_key) if alpha_key else 1,
+            _strings(targets, "target_modules") if isinstance(targets, list) else None,
+            _strings(raw.get("exclude_modules"), "exclude_modules"),
+            None if layers is None or layers == [] else _integers(layers, "layers_to_transform"),
+            rank_pattern=_patterns(raw.get("rank_pattern"), "rank_pattern", int) if patterns else {},
+            alpha_pattern=_patterns(raw.get("alpha_pattern"), "alpha_pattern", (int, float)) if patterns else {},
+            saved=_strings(raw.get("modules_to_save"), "modules_to_save", only=True),
+            token_rows=_token_rows(raw.get("trainable_token_indices")),
+            transposed=_flag(raw, "fan_in_fan_out"),
+            kind=kind,
+        )
+
     def tokens_of(self, path: str, tied: bool) -> tuple[int, ...] | None:
         """The tokens of the module with this path whose rows were trained, in the order of the file. `tied`: the head
         has those of the embedding where it has none of its own, and the other way round."""
@@ -143,14 +160,32 @@ class LoraConfig:
         return not _is_named(module, self.excluded) and (self.layers is None or layer in self.layers)
 
     def rank_of(self, path: str) -> int:
+        if self.ranks is not None:
+            return self.ranks[path]
         rank: int = _matching(self.rank_pattern, path, self.rank)
         return rank
 
     def scale_of(self, path: str) -> float:
         """What the product of both matrices is multiplied by."""
+        if self.ranks is not None:
+            return 1.0
         rank = self.rank_of(path)
         alpha: float = _matching(self.alpha_pattern, path, self.alpha)
         return alpha / (math.sqrt(rank) if self.rooted else rank)
+
+
+def _rank(raw: Mapping[str, Any], key: str, default: int) -> int:
+    rank = raw.get(key, default)
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise CheckpointError(f"{CONFIG}: {key} must be a positive integer, found {rank!r:.80}")
+    return rank
+
+
+def _alpha(raw: Mapping[str, Any], key: str) -> float:
+    alpha = raw.get(key, 8)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < 1e30:
+        raise CheckpointError(f"{CONFIG}: {key} must be a number, found {alpha!r:.80}")
+    return alpha
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:

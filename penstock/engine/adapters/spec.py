@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from penstock.engine.adapters.stored_rank import stored_rank
 
 DEFAULT_SLOTS = 20
 """Device slots of an engine that has adapters, when the configuration names no number."""
@@ -96,9 +98,10 @@ def _stored_rank(folder: Path) -> int:
     """0 where it cannot be read: whoever reads the adapter itself says why."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
-        return max((rank for rank in ranks if isinstance(rank, int)), default=0)
-    except (OSError, ValueError, AttributeError):
+        there = (folder / WEIGHTS).exists() and config.get("peft_type", "LORA") != "LORA"
+        shapes = {name: tensor.get("shape", []) for name, tensor in _header(folder).items()} if there else {}
+        return stored_rank(config, shapes)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return 0
 
 
@@ -117,7 +120,7 @@ def stored_tokens(folder: Path) -> int:
     """How many tokens embedding or head have with the adapter in a folder, where it says so; else 0."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        named = config.get("trainable_token_indices") or []
+        named = config.get("trainable_token_indices") or config.get("token_indices") or []
         lists = named.values() if isinstance(named, dict) else [named]
         return max([*(1 + int(max(each)) for each in lists if each), *_lengths(folder), 0])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
@@ -126,13 +129,20 @@ def stored_tokens(folder: Path) -> int:
 
 def _lengths(folder: Path) -> list[int]:
     """Rows of the whole matrices outside of layers that an adapter's file has."""
-    with (folder / WEIGHTS).open("rb") as file:
-        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER)))
     return [
         tensor["shape"][0]
-        for name, tensor in header.items()
+        for name, tensor in _header(folder).items()
         if name.endswith(".weight") and ".layers." not in name and ".lora_" not in name and len(tensor["shape"]) == 2
     ]
+
+
+def _header(folder: Path) -> dict[str, dict[str, Any]]:
+    """What an adapter's file says of its tensors."""
+    with (folder / WEIGHTS).open("rb") as file:
+        header: dict[str, dict[str, Any]] = json.loads(
+            file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
+        )
+    return header
 
 
 def replaced_rows(folder: Path) -> int:
@@ -140,7 +150,7 @@ def replaced_rows(folder: Path) -> int:
     but those of few tokens of its own."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        named = config.get("trainable_token_indices") or []
+        named = config.get("trainable_token_indices") or config.get("token_indices") or []
         counts = [len(each) for each in (named.values() if isinstance(named, dict) else [named])]
         if config.get("modules_to_save"):
             counts += _lengths(folder)

@@ -2,7 +2,8 @@
 
 With the base's matrix W and bias b, matrices A and B times s, a magnitude m, a trained bias b' and a bias c of B, PEFT
 computes m / |W + s B A| * (W x + s B A x) + b' + s c, the length being that of each row. The engine has
-y = W x + b + s B A x already, so the scale is m / |W + s B A|, and the shift b' + s c - scale * b.
+y = W x + b + s B A x already, so the scale is m / |W + s B A|, and the shift b' + s c - scale * b. Other kinds of
+adapters multiply all that a linear gives, its bias too, or add to it (`adapters.kinds.renamed`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vectors import SiteVectors
 from penstock.errors import CheckpointError
 
+FACTOR, ADDED = "output_factor", "output_bias"
+"""What vectors of other kinds are called here: one multiplies what a linear gives, the other is added to it."""
 _FORMS = (
+    (re.compile(rf"\.{FACTOR}$"), FACTOR),
+    (re.compile(rf"\.{ADDED}$"), ADDED),
     (re.compile(r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$"), "magnitude"),
     (re.compile(r"\.lora_B(?:\.default)?\.bias$"), "lora_bias"),
     (re.compile(r"(?:\.base_layer)?\.bias$"), "bias"),
@@ -60,6 +65,8 @@ class _Parts:
     scale: Tensor | None = None
     added: Tensor | None = None
     bias: Tensor | None = None
+    factor: Tensor | None = None
+    """Of everything, in the end."""
 
 
 @dataclass(slots=True)
@@ -112,7 +119,7 @@ class VectorTensors:
         if not plain:
             raise CheckpointError(
                 f"{self.file}: {where} has {'DoRA' if bias is None else 'a bias of lora_B'}, which is not available "
-                "for experts, kv_b_proj and tied ends"
+                "for experts and kv_b_proj; merge the adapter into the model"
             )
         site = self.cut.whole.sites[changed.index]
         outputs = sum(site.sizes[part] for part in changed.parts)
@@ -132,6 +139,30 @@ class VectorTensors:
             hashed(f"{where} bias of B", bias)
             parts.added = bias.float() * scale
 
+    def outputs(
+        self, find: Callable[[int | None, str], Changed | None], tensors: Any, hashed: Callable[[str, Tensor], None]
+    ) -> None:
+        """Take the vectors that kinds other than LoRA have for what a linear gives."""
+        for layer, module, kind in sorted(self._keys, key=str):
+            if kind not in (FACTOR, ADDED):
+                continue
+            where = module if layer is None else f"layer {layer} {module}"
+            vector: Tensor = tensors.get_tensor(self._keys.pop((layer, module, kind)))
+            changed = find(layer, module)
+            if changed is None:
+                raise CheckpointError(
+                    f"{self.file}: {self.config.kind} cannot change {where}, but only the head and linears of layers "
+                    "that are no experts; merge the adapter into the model"
+                )
+            site = self.cut.whole.sites[changed.index]
+            self._check(vector, sum(site.sizes[part] for part in changed.parts), where)
+            hashed(f"{where} {kind}", vector)
+            parts = self._parts.setdefault(changed.place, _Parts(changed))
+            if kind == FACTOR:
+                parts.factor = vector.float()
+            else:
+                parts.added = vector.float()
+
     def biases(
         self, find: Callable[[int | None, str], Changed | None], tensors: Any, hashed: Callable[[str, Tensor], None]
     ) -> None:
@@ -143,6 +174,10 @@ class VectorTensors:
             where = module if layer is None else f"layer {layer} {module}"
             bias: Tensor = tensors.get_tensor(key)
             changed = find(layer, module) if kind == "bias" else None
+            if changed is not None:
+                own = self._own_bias(changed)
+                if own is not None and own.shape == bias.shape and torch.equal(own.to(bias.dtype), bias):
+                    continue
             if changed is None:
                 path = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default", "")
                 own = None if self.base is None else self.base.named(path)
@@ -179,13 +214,15 @@ class VectorTensors:
             sizes = [site.sizes[part] for part in of.parts]
             scale = torch.ones(sum(sizes)) if parts.scale is None else parts.scale
             shift = torch.zeros(sum(sizes))
-            own = None if of.layer is None else self._own_bias(of)
+            own = self._own_bias(of)
             if own is not None:
                 shift += (own if parts.bias is None else parts.bias) - scale * own
             elif parts.bias is not None:
                 shift += parts.bias
             if parts.added is not None:
                 shift += parts.added
+            if parts.factor is not None:
+                scale, shift = scale * parts.factor, shift * parts.factor
             placed = self.layout.place(0 if of.layer is None else of.layer - first, of.index)
             # Where inputs are cut, outputs are parts of a sum: the shift is in the first of them.
             once = self.cut.inputs[of.index][0] == 0
@@ -241,9 +278,13 @@ class VectorTensors:
         return found
 
     def _own_bias(self, changed: Changed) -> Tensor | None:
-        if self.base is None or changed.layer is None:
+        if self.base is None:
             return None
-        found = self.base.of_layer(changed.layer, changed.names, "bias")
+        if changed.layer is None:
+            of_head = self.cut.whole.sites[changed.index].end == "head"
+            found = self.base.of_head("bias") if of_head else None
+        else:
+            found = self.base.of_layer(changed.layer, changed.names, "bias")
         return None if found is None else found.float()
 
 

@@ -93,16 +93,18 @@ def compose_decoder(
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:
         fused = min(fused_up_to, most_fused(config, layers))
+        alone = head_rows is None
         return architecture.decoder(
             config=config,
             ops=backend.ops,
             embedding=embedding,
             # Where other processes have parts of the model, sums over these may stand before the norm.
-            layers=[_leaving_sums(layer) for layer in layers] if fused and head_rows is None else layers,
+            layers=[_leaving_sums(layer) for layer in layers] if fused and alone else layers,
             final_norm=final_norm,
             head=head,
             max_positions=max_positions,
             fused_up_to=fused,
+            chains=alone,
         )
 
     layers: list[DecoderLayer] = []

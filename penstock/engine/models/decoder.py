@@ -71,6 +71,8 @@ class Decoder(ABC):
     fused_up_to: int = 0
     """Steps of at most this many tokens take the fused path; 0 where some part of a layer has none."""
     embedded: EmbeddedTokens | None = None
+    chains: bool = False
+    """Whether steps of one token may be computed in launches that need the device for themselves; see `Ops.chain`."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
@@ -79,6 +81,11 @@ class Decoder(ABC):
     @property
     def launched_eagerly(self) -> bool:
         """Whether every step is launched from Python, because it can be neither recorded nor captured."""
+        return False
+
+    @property
+    def chained(self) -> bool:
+        """Whether steps of one token have launches that compute products of two neighbouring layers."""
         return False
 
     @property
@@ -113,6 +120,11 @@ class Decoder(ABC):
     def stream_dtype(self) -> torch.dtype:
         """Of the residual stream; activations have the embedding's."""
         return torch.float32 if self.ops.wide_stream else self.embedding.dtype
+
+    @property
+    def stream_width(self) -> int:
+        """Of the residual stream, as it goes from stage to stage."""
+        return self.config.hidden_size
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of chosen hidden states."""

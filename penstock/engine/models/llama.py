@@ -6,7 +6,7 @@ The residual stream is one tensor updated in place; the residual addition and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
+from penstock.engine.models.boundary import Boundary, boundaries_of
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention, RowNorms
 from penstock.engine.models.layers.experts import (
@@ -36,10 +37,22 @@ class LlamaDecoder(Decoder):
     """See `Decoder`. Mixers and feed-forwards may be of any kind."""
 
     uniform: ClassVar[bool] = True
+    boundaries: tuple[Boundary, ...] = field(init=False, repr=False, compare=False, default=())
+    """Behind each layer's attention, for steps of one token; none where the backend computes no chain of products."""
+
+    def __post_init__(self) -> None:
+        if self.chains and self.fused_up_to:
+            # Made of these layers, whichever a copy of the decoder has.
+            object.__setattr__(self, "boundaries", boundaries_of(self.layers, self.ops, self.config.rms_eps))
+
+    @property
+    def chained(self) -> bool:
+        return bool(self.boundaries)
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         if residual.shape[0] <= self.fused_up_to:
-            return self._run_fused(residual, batch, kv)
+            one = residual.shape[0] == 1 and self.boundaries
+            return self._run_chained(residual, batch, kv) if one else self._run_fused(residual, batch, kv)
         layers, eps = self.layers, self.config.rms_eps
         layer = layers[0]
         x = layer.mixer.ops.rms_norm(residual, layer.mixer_norm, eps, self.embedding.dtype)
@@ -61,6 +74,16 @@ class LlamaDecoder(Decoder):
             feed_forward: Any = layer.feed_forward
             residual = mixer.fused(residual, layer.mixer_norm, eps, batch, caches[index])
             residual = feed_forward.fused(residual, layer.feed_forward_norm, eps)
+        return self.ops.rms_norm(residual, self.final_norm, eps)
+
+    def _run_chained(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """The same with everything between two attentions in one launch."""
+        caches, eps, layer = kv.layers, self.config.rms_eps, self.layers[0]
+        mixer: Any = layer.mixer
+        qkv: Any = mixer.qkv.fused(residual, norm=layer.mixer_norm, eps=eps)
+        for index, boundary in enumerate(self.boundaries):
+            mixer = boundary.layer.mixer
+            qkv = boundary.cross(mixer.attend(qkv, batch, caches[index]), residual)
         return self.ops.rms_norm(residual, self.final_norm, eps)
 
 

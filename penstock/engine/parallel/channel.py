@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.backends.interface import AttentionBatch, Ints, StateBatch
+from penstock.engine.backends.interface import AttentionBatch, Ints, StateBatch, attended
 from penstock.engine.kv.host import Transfers
 from penstock.engine.parallel import plain
 
@@ -133,6 +133,7 @@ class Forward:
             max_query=self.max_query,
             max_context=self.max_context,
             total_context=int(self.context_lens[self.num_decodes :].sum()),
+            attended=attended(self.query_starts, self.context_lens, self.num_decodes),
             states=None if self.states is None else StateBatch(*map(narrow, self.states)),
         )
 

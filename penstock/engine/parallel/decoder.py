@@ -74,7 +74,7 @@ class Stage(Releasable):
         ring, place = self.groups.pipeline, self.groups.place
         if ring is None or place.first:
             return None
-        shape = tokens, self.decoder.config.hidden_size
+        shape = tokens, self.decoder.stream_width
         stream = torch.empty(shape, dtype=self.decoder.stream_dtype, device=device)
         transfer = ring.begin_receive(stream, place.stage - 1)
         tapped = self._tapped

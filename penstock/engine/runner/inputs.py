@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints, StateBatch
+from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints, StateBatch, attended
 from penstock.engine.batch import Batch, Chunk
 from penstock.engine.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
@@ -149,6 +149,7 @@ class InputBuilder:
             max_query=packed.max_query,
             max_context=self._max_context(host),
             total_context=int(host.context_lens[packed.num_decodes :].sum()),
+            attended=attended(host.query_starts, host.context_lens, packed.num_decodes),
             host=host if self.keep_host else None,
             states=states,
         )

@@ -126,7 +126,7 @@ def adapt_model(
     if library is None:
         names = family_of(decoder.config.family).names
         offset, hidden = decoder.config.norm_offset, decoder.config.hidden_size
-        norms = NormNames(names.final_norm, norms_in_layer(names), hidden, offset, cut.layers)
+        norms = NormNames(names.final_norm, norms_in_layer(decoder.config), hidden, offset, cut.layers)
 
     def read(name: str, folder: Path) -> LoadedAdapter:
         return read_adapter(

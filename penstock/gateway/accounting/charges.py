@@ -27,6 +27,7 @@ import msgspec
 
 from penstock.gateway.accounting.attribution import route_arm, route_name
 from penstock.gateway.accounting.batch_line import batch_line
+from penstock.gateway.accounting.detached import DetachedWork, detached_work
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import Exchange
 from penstock.metering.engine_counts import merged, usage_of
@@ -257,6 +258,35 @@ class LineAccount(Account):
         return super().settle(finish_reason)
 
 
+class DetachedAccount(Account):
+    """The charge of a request that other gateways may take over. It is opened at the end of the run: one that goes on
+    elsewhere, or died with its gateway, leaves nothing to pay. What comes to its end has the same id in all runs, so
+    that the first is billed, even where a slow gateway finishes what another has taken over."""
+
+    __slots__ = ("_work",)
+
+    def __init__(
+        self, journal: Journal, charge: Charge, generation: Metered, metrics: UsageMetrics | None, work: DetachedWork
+    ) -> None:
+        super().__init__(journal, charge, generation, metrics)
+        self._work = work
+
+    def note(self) -> None:
+        return
+
+    def settle(self, finish_reason: str) -> asyncio.Future[bool]:
+        if self._settled is None:
+            generation = self._generation
+            if self._work.goes_on or not generation.billable:
+                self._settled = asyncio.get_running_loop().create_future()
+                self._settled.set_result(True)
+                return self._settled
+            if generation.complete and (id := self._work.next_charge_id()):
+                self._charge = msgspec.structs.replace(self._charge, id=id)
+            self.open()
+        return super().settle(finish_reason)
+
+
 class Accounts:
     """The charges of one gateway process."""
 
@@ -338,6 +368,8 @@ class Accounts:
         )
         if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)
+        if (work := detached_work(exchange)) is not None and not feature:
+            return DetachedAccount(self.journal, charge, generation, self._metrics, work)
         account = Account(self.journal, charge, generation, self._metrics, self._left)
         account.open()
         self._left.pop(charge.id, None)

@@ -65,6 +65,7 @@ OLLAMA = (
             ("POST", "create", OllamaPullEndpoints.ollama_create),
             ("POST", "copy", OllamaPullEndpoints.ollama_copy),
             ("POST", "push", OllamaPullEndpoints.ollama_push),
+            ("POST", "blobs/{digest}", OllamaPullEndpoints.ollama_blob),
         )
     ),
 )

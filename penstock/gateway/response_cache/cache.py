@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 HEADER = b"x-penstock-cache"
 LONGEST_QUESTION = 1000
 """Characters: about what an encoder reads, and what can be compared in no time."""
+MOST_UNINDEXED = 256
 CacheMode = Literal["off", "refresh", "exact", "semantic"]
 _MODES = ("off", "refresh", "exact", "semantic")
 _encode = msgspec.msgpack.Encoder().encode
@@ -110,6 +112,8 @@ class ResponseCache:
         self._embedder = embedder
         self._index = None if embedder is None else SemanticIndex(store, embedder, config.threshold)
         self._opening: asyncio.Task[None] | None = None
+        self._unindexed: deque[tuple[CacheKey, str, str]] = deque(maxlen=MOST_UNINDEXED)
+        """Questions answered while the encoder was away: partition, text, digest of the answer's key."""
 
     def question(self, request: ChatRequest, messages: list[dict[str, Any]]) -> CacheQuestion | None:
         """What the semantic cache compares: the last message, with those of otherwise equal requests."""
@@ -186,9 +190,16 @@ class ResponseCache:
             return
         await self.store.put(key, recorded)
         question = lookup.question
-        if lookup.partition is not None and lookup.search.vector and question is not None:
-            assert self._index is not None
+        if lookup.partition is None or question is None:
+            return
+        assert self._index is not None and self._embedder is not None
+        if lookup.search.vector:
             await self._index.add(lookup.partition, question.text, key.digest, lookup.search.vector)
+        elif lookup.read:
+            # Later: asked again, it is an exact hit, and would never get into the index.
+            self._unindexed.append((lookup.partition, question.text, key.digest))
+            if self._embedder.up:
+                self._start_encoder(self._embedder)
 
     async def suspect(self, tenant: str, response_id: str) -> bool:
         """A user disliked an answer. If it was a semantic hit, the cached answer is dropped and counted as wrong."""
@@ -259,13 +270,23 @@ class ResponseCache:
         """No request waits for the encoder to start: the first one starts it, later ones use it."""
         if self._embedder is None:
             return False
-        if not self._embedder.up and (self._opening is None or self._opening.done()):
-            self._opening = asyncio.create_task(self._open(self._embedder), name="encoder of the semantic cache")
+        if not self._embedder.up or self._unindexed:
+            self._start_encoder(self._embedder)
         return self._embedder.up
 
+    def _start_encoder(self, embedder: QuestionEncoder) -> None:
+        """Starts it where it is not up, and indexes what was answered without it."""
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open(embedder), name="encoder of the semantic cache")
+
     async def _open(self, embedder: QuestionEncoder) -> None:
+        assert self._index is not None
         try:
             await embedder.open()
+            while self._unindexed:
+                partition, text, digest = self._unindexed.popleft()
+                vector = (await embedder.embed([text])).vectors[0].tobytes()
+                await self._index.add(partition, text, digest, vector)
         except ApiError as error:
             log.warning("the encoder of the semantic cache is not up: %s", error)
 

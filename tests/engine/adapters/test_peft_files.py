@@ -46,6 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "dora of all linears": {"use_dora": True, "target_modules": "all-linear", "use_rslora": True},
     "dora of ends": {"use_dora": True, "target_modules": [*LINEARS, "embed_tokens", "lm_head"]},
+    "dora of tied ends": {
+        "use_dora": True,
+        "target_modules": [*LINEARS, "embed_tokens", "lm_head"],
+        "ensure_weight_tying": True,
+    },
     "dora and biases": {"use_dora": True, "bias": "all"},
     "biases": {"bias": "all"},
     "biases of targets": {"bias": "lora_only"},
@@ -53,6 +58,39 @@ CASES: dict[str, dict[str, Any]] = {
     "norms": {"modules_to_save": ["input_layernorm", "post_attention_layernorm", "norm"]},
     "norms and more": {"modules_to_save": ["input_layernorm", "lm_head"], "use_dora": True},
 }
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adalora": ("AdaLoraConfig", {"init_r": 6, "total_step": 10, "lora_alpha": 8}),
+    "vera": ("VeraConfig", {"r": 8}),
+    "vera drawn": ("VeraConfig", {"r": 8, "save_projection": False, "projection_prng_key": 7}),
+    "loha": (
+        "LoHaConfig",
+        {"r": 3, "alpha": 5, "target_modules": [*LINEARS, "lm_head"], "rank_pattern": {"q_proj": 2}},
+    ),
+    "lokr": ("LoKrConfig", {"r": 2, "alpha": 5}),
+    "lokr in pieces": ("LoKrConfig", {"r": 1, "decompose_both": True, "decompose_factor": 4}),
+    "lokr whole": ("LoKrConfig", {"r": 64, "target_modules": ["v_proj"]}),
+    "miss": ("MissConfig", {"r": 6}),
+    "miss mini": ("MissConfig", {"r": 4, "init_weights": "mini", "mini_r": 8}),
+    "delora": ("DeloraConfig", {"r": 4}),
+    "vblora": ("VBLoRAConfig", {"r": 2, "num_vectors": 12, "vector_length": 16}),
+    "vblora by the best": (
+        "VBLoRAConfig",
+        {"r": 2, "num_vectors": 12, "vector_length": 16, "topk": 3, "save_only_topk_weights": True},
+    ),
+    "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "ia3 of all": (
+        "IA3Config",
+        {
+            "target_modules": ["q_proj", "up_proj", "o_proj", "down_proj", "lm_head"],
+            "feedforward_modules": ["down_proj"],
+        },
+    ),
+    "beft": ("BeftConfig", {"target_modules": ["v_proj", "o_proj", "lm_head"]}),
+    "ln tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm"]}),
+    "trainable tokens": ("TrainableTokensConfig", {"token_indices": [7, 3, 150], "target_modules": None}),
+    "modules to save": ("LoHaConfig", {"r": 2, "modules_to_save": ["norm"]}),
+}
+"""Kinds other than LoRA: peft's class, and its settings."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
@@ -60,8 +98,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def write(folder: Path, base: Path, *, resized: int | None = None, **config: Any) -> Any:
-    """An adapter whose matrices are all changed, as if trained; the model that has it."""
+def write(folder: Path, base: Path, *, resized: int | None = None, kind: str = "LoraConfig", **config: Any) -> Any:
+    """An adapter whose matrices are all changed, as if trained; the model that has it. `kind`: peft's class."""
     peft = parts.library("peft")
     from transformers import AutoModelForCausalLM
 
@@ -69,8 +107,10 @@ def write(folder: Path, base: Path, *, resized: int | None = None, **config: Any
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if resized is not None:
         model.resize_token_embeddings(resized)
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, "task_type": "CAUSAL_LM", **config}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    settings = {"target_modules": LINEARS, "task_type": "CAUSAL_LM", **config}
+    if kind == "LoraConfig":
+        settings = {"r": 4, "lora_alpha": 8, **settings}
+    adapted = peft.get_peft_model(model, getattr(peft, kind)(**settings))
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -95,6 +135,28 @@ def test_what_peft_writes_gives_what_peft_computes(tmp_path: Path, family: str) 
             prompt = [token % vocabulary for token in prompt]
             got = generate(engine, ask(f"{name} {i}", prompt, name))[f"{name} {i}"]
             assert plain.agrees(prompt, got, TIE), (name, plain.margins(prompt, got))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-mqa-tied", "qwen2-bias"])
+def test_other_kinds_that_peft_writes_give_what_peft_computes(tmp_path: Path, family: str) -> None:
+    base = write_checkpoint(family, tmp_path / "base")
+    plain, unchanged = Reference(base), Reference(base)
+    models = {
+        name.replace(" ", "-"): write(tmp_path / name, base, kind=kind, **settings)
+        for name, (kind, settings) in KINDS.items()
+    }
+    specs = tuple(AdapterSpec(name, str(tmp_path / name.replace("-", " "))) for name in models)
+    engine = make_engine(base, adapters=specs, num_blocks=80)
+    same = 0
+    for name, model in models.items():
+        plain.model = model
+        for i, prompt in enumerate(prompts(2)):
+            prompt = [*prompt, 7, 3]
+            got = generate(engine, ask(f"{name} {i}", prompt, name))[f"{name} {i}"]
+            assert plain.agrees(prompt, got, TIE), (name, plain.margins(prompt, got))
+            same += unchanged.agrees(prompt, got, TIE)
+    assert same <= 6, "the adapters make no difference"
 
 
 @pytest.mark.slow

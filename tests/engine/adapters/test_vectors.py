@@ -225,7 +225,7 @@ def test_what_cannot_be_applied_is_refused_by_name(base: Path, tmp_path: Path) -
 def test_matrices_that_have_no_outputs_of_their_own_take_no_magnitudes(tmp_path: Path) -> None:
     base = write_checkpoint("deepseek-v2-lite", tmp_path / "base")
     adapter = write_vectors(tmp_path / "a", base, dora=True, targets=("kv_b_proj",))
-    assert "has DoRA, which is not available for experts, kv_b_proj and tied ends" in failure(base, adapter)
+    assert "has DoRA, which is not available for experts and kv_b_proj" in failure(base, adapter)
 
 
 def test_other_modules_must_be_the_models_own(base: Path, tmp_path: Path) -> None:
@@ -244,6 +244,41 @@ def test_other_modules_must_be_the_models_own(base: Path, tmp_path: Path) -> Non
         assert words in failure(base, adapter), words
     save_file({key: value for key, value in tensors.items() if "norm" not in key}, adapter / FILE)
     assert "modules_to_save has norm, and" in failure(base, adapter)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-qknorm",
+        pytest.param("gemma3-two-ropes", marks=pytest.mark.slow),
+        pytest.param("qwen3-next", marks=pytest.mark.slow),
+    ],
+)
+def test_norms_of_queries_and_keys(family: str, tmp_path: Path) -> None:
+    """In company, which has other norms or none of its own, on ranks too, as the model has them with these norms."""
+    base = write_checkpoint(family, tmp_path / "base")
+    saved = {"both": ["q_norm", "k_norm", "input_layernorm"], "keys": ["k_norm"], "plain": []}
+    folders = {
+        name: write_vectors(tmp_path / name, base, modules_to_save=norms, seed=seed, targets=("q_proj", "o_proj"))
+        for seed, (name, norms) in enumerate(saved.items())
+    }
+    specs = tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items())
+    names = ["", *folders]
+    made = [ask(f"r{i}", prompt, names[i % 4], 10) for i, prompt in enumerate(prompts(8))]
+    alone = one_by_one(make_engine(base, adapters=specs), made)
+    for name in ("both", "keys"):
+        reference = Reference(merged(base, folders[name], tmp_path / f"{name} merged"))
+        for request in (one for one in made if one.adapter == name):
+            got = alone[request.request_id]
+            assert reference.agrees(request.prompt, got, TIE), (name, reference.margins(request.prompt, got))
+    assert_same_in_company(base, specs, made, alone)
+    assert_same_on_ranks(base, specs, made, alone, (2, 1))
+
+
+def test_norms_of_all_queries_together_must_be_the_models_own(tmp_path: Path) -> None:
+    base = write_checkpoint("olmo2", tmp_path / "base")
+    adapter = write_vectors(tmp_path / "a", base, modules_to_save=["q_norm"])
+    assert "those of the heads of queries and keys may be changed" in failure(base, adapter)
 
 
 @pytest.mark.slow

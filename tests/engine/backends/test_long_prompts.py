@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.engine.backends.backend import Backend
-from penstock.engine.backends.cuda.long_prompts import LONG_CHUNK, LONG_CONTEXT, gathered_bytes, is_long
-from penstock.engine.backends.interface import HeadLayout
+from penstock.engine.backends.cuda import long_prompts, trials
+from penstock.engine.backends.cuda.long_prompts import (
+    CAPTURED_CONTEXT,
+    LONG_CHUNK,
+    LONG_CONTEXT,
+    Gathering,
+    gathered_bytes,
+    is_long,
+    room_for_gathered,
+)
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
 from penstock.engine.startup import memory
+from penstock.errors import ConfigError
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
 
 
-class Gathering:
-    """Stands for the ops of a device that gathers FP8."""
+class GatheringOps:
+    """Stands for the ops of a device that gathers FP8 and 16 bits, but not float32."""
 
     def gathered_bytes(self, layout: HeadLayout, dtype: torch.dtype) -> int:
-        return 4096 if dtype == torch.float8_e4m3fn else 0
+        return 4096 if dtype != torch.float32 else 0
+
+
+def one_layer(path: Path, dtype: torch.dtype) -> Any:
+    """A decoder that such a device runs, and its cache, of one layer each."""
+    engine = make_engine(write_checkpoint("llama-gqa", path), num_blocks=4)
+    layer, cache = engine.runner.decoder.layers[0], engine.runner.kv.layers[0]
+    mixer = replace(cast(Any, layer.mixer), attention_ops=GatheringOps())
+    decoder = SimpleNamespace(layers=[replace(layer, mixer=mixer)])
+    return decoder, SimpleNamespace(layers=[replace(cast(Any, cache), k=cast(Any, cache).k.to(dtype))])
+
+
+def chunks(*places: tuple[int, int]) -> Any:
+    return [SimpleNamespace(start=start, length=length) for start, length in places]
 
 
 def test_which_layers_have_their_keys_gathered(tmp_path: Path) -> None:
@@ -35,13 +60,13 @@ def test_which_layers_have_their_keys_gathered(tmp_path: Path) -> None:
         dtype: torch.dtype = torch.float8_e4m3fn, window: int | None = None, sinks: Any = None, context: int = 0
     ) -> int:
         heads = replace(layer.mixer.heads, window=window)
-        mixer = replace(layer.mixer, attention_ops=Gathering(), heads=heads, sinks=sinks)
+        mixer = replace(layer.mixer, attention_ops=GatheringOps(), heads=heads, sinks=sinks)
         cache = replace(kv.layers[0], k=kv.layers[0].k.to(dtype))
         other: Any = SimpleNamespace(layers=[replace(layer, mixer=mixer)])
         return gathered_bytes(other, SimpleNamespace(layers=[cache]), context)  # type: ignore[arg-type]
 
     assert taken() == taken(context=64) == 4096
-    assert taken(torch.bfloat16) == taken(sinks=torch.zeros(4)) == 0
+    assert taken(torch.float32) == taken(sinks=torch.zeros(4)) == 0
     assert taken(window=64) == taken(window=64, context=64) == 4096, "contexts inside the window are gathered"
     assert taken(window=64, context=65) == 0
 
@@ -53,8 +78,47 @@ def test_only_long_chunks_over_long_contexts_are_long() -> None:
         (LONG_CONTEXT, LONG_CHUNK - 1, False),
         (0, LONG_CONTEXT, True),
     ):
-        chunk: Any = SimpleNamespace(start=start, length=length)
-        assert is_long(chunk) == want
+        assert is_long(chunks((start, length))[0]) == want
+
+
+def test_long_prompts_over_a_quantized_cache_are_not_captured(tmp_path: Path) -> None:
+    gathering = Gathering(*one_layer(tmp_path / "q", torch.float8_e4m3fn))
+    assert gathering.most_places(chunks((0, 1000), (LONG_CONTEXT, 100))) == math.inf
+    assert gathering.most_places(chunks((0, 100), (LONG_CONTEXT, LONG_CHUNK))) == 0
+    assert gathering.total_context(1024, 8) is None
+    narrow = Gathering(*one_layer(tmp_path / "n", torch.bfloat16))
+    assert narrow.most_places(chunks((LONG_CONTEXT, LONG_CHUNK))) == math.inf, "such chunks are read as they are"
+
+
+def test_on_trial_captured_steps_have_room_for_gathered_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, kv = one_layer(tmp_path / "q", torch.float8_e4m3fn)
+    assert room_for_gathered(decoder, kv) == 4096
+    monkeypatch.setattr(long_prompts, "CAPTURES", True)
+    gathering = Gathering(decoder, kv)
+    for start, want in ((CAPTURED_CONTEXT - 1000, math.inf), (CAPTURED_CONTEXT - 999, LONG_CHUNK - 1)):
+        assert gathering.most_places(chunks((0, 400), (start, 600))) == want
+    assert gathering.total_context(LONG_CHUNK, 8) == CAPTURED_CONTEXT + LONG_CHUNK + 8
+    assert gathering.total_context(LONG_CHUNK - 1, 8) is None, "the portable kernel attends there"
+    assert room_for_gathered(decoder, kv) == 8192, "captured steps have memory of their own"
+    narrow = Gathering(*one_layer(tmp_path / "n", torch.bfloat16))
+    assert narrow.total_context(1024, 8) is None and narrow.most_places(chunks((90_000, 1000))) == math.inf
+
+
+def test_a_trial_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not trials.is_on(trials.GATHER_16BIT)
+    for value, want in (("1", True), ("0", False)):
+        monkeypatch.setenv(trials.GATHER_16BIT, value)
+        assert trials.is_on(trials.GATHER_16BIT) == want
+    monkeypatch.setenv(trials.GATHER_16BIT, "yes")
+    with pytest.raises(ConfigError, match="PENSTOCK_GATHER_16BIT: 'yes' must be 1"):
+        trials.is_on(trials.GATHER_16BIT)
+
+
+def test_how_often_keys_are_read_is_counted_by_prompt() -> None:
+    queries, contexts = [1, 1, 3, 4], [50, 9, 3, 10]
+    starts = np.cumsum([0, *queries])
+    assert attended(starts, np.array(contexts), 2) == (1 + 2 + 3) + (7 + 8 + 9 + 10)
+    assert AttentionBatch.of_one(5, 16, torch.device("cpu")).attended == 15
 
 
 def test_what_long_contexts_take_is_left_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,8 @@ class PaddedExecutor(EagerExecutor):
             arrange(packed, shape, self.graphs.scratch_row),
             dict.fromkeys(("sample_rows", "stores"), self.graphs.scratch_row),
         )
+        room = self.graphs._gathering.total_context(shape.tokens, PROMPTS)
+        assert room is None or int(inputs.view("contexts", torch.int32)[shape.decodes :].sum()) <= room
         logits, tokens = self.graphs.step(inputs, shape)
         step = PendingStep(batch, self._rows, sampling_chunks(batch))
         count = len(packed.sample_at)
@@ -136,10 +138,13 @@ def test_long_prompts_whose_keys_are_gathered_have_no_shape(tmp_path: Path, monk
     monkeypatch.setattr(long_prompts, "LONG_CONTEXT", 100)
     path = write_checkpoint("llama-gqa", tmp_path)
     prompts = [[(at + length) % 199 for at in range(length)] for length in (130, 260)]
-    for gathers, shapes in ((False, 5), (True, 3)):  # of 96 and 34 tokens, and of 96, 96 and 68
+    monkeypatch.setattr(long_prompts, "CAPTURED_CONTEXT", 200)
+    # Chunks of 96 and 34 tokens, and of 96, 96 and 68; captured with room for 200 gathered keys, all but the last.
+    for gathers, captures, shapes in ((False, False, 5), (True, False, 3), (True, True, 4)):
+        monkeypatch.setattr(long_prompts, "CAPTURES", captures)
         engine = _engine(path, token_budget=96)
         padded = PaddedExecutor(engine)
-        padded.graphs._gathers = gathers
+        padded.graphs._gathering._gathers = gathers
         engine.runner.executor = padded
         for index, prompt in enumerate(prompts):
             generate(engine, greedy(f"r{index}", prompt, 1))

@@ -17,7 +17,7 @@ from tests.engine.models.test_transformers import prompt_of
 from tests.engine.parallel.threads import threaded_engine
 
 Grid = tuple[int, int]
-TYPES = ["starcoder2", "mimo_v2_flash", "vaultgemma", "bloom", "gpt_neox"]
+TYPES = ["starcoder2", "mimo_v2_flash", "vaultgemma", "bloom", "gpt_neox", "gemma3n_text"]
 GRIDS: list[tuple[Grid, Grid]] = [((1, 2), (2, 1)), ((2, 1), (1, 1)), ((1, 1), (2, 2))]
 CASES = [
     pytest.param(name, *grids, marks=() if (name, grids) == ("starcoder2", GRIDS[0]) else pytest.mark.slow)

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from penstock.gateway.api.openai.responses import background
-from penstock.gateway.api.openai.responses.background_store import BackgroundStore, split_events
+from penstock.gateway.api.openai.responses.background_run import BackgroundRun
+from penstock.gateway.api.openai.responses.background_store import (
+    GIVE_UP_S,
+    RUN_EVENTS,
+    UNFINISHED,
+    BackgroundStore,
+    TakenOver,
+    Work,
+    number_of,
+    split_events,
+)
+from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.store import ResponseStore
 from penstock.gateway.app.memory_request import Reply
+from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.schemas import ChatMessage
+from penstock.identity import Caller
+from penstock.protocol.errors import InvalidRequest
 from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
 from tests.gateway.accounting.test_admission import held, one_at_a_time
@@ -24,6 +41,7 @@ from tests.gateway.accounting.test_quotas import sign_in
 from tests.gateway.api.test_responses import create, sdk, stored
 from tests.gateway.conftest import Running, Serving, eventually, until
 from tests.gateway.process.test_request_log import read, settings
+from tests.scripted import ScriptedEngine
 from tests.services import emptied
 
 
@@ -247,7 +265,19 @@ async def test_the_end_waits_for_the_store(
         assert (await ended(running, id))["status"] == "completed" and failed == [id]
 
 
-async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+def charged(running: Running) -> Any:
+    """What the ledger has of responses: how many charges, how many tokens."""
+
+    async def ask() -> tuple[int, int]:
+        data = (await running.client.get("/v1/usage?by=model")).json()["data"]
+        return sum(row["requests"] for row in data), sum(row["completion_tokens"] for row in data)
+
+    return ask
+
+
+async def test_what_a_shutdown_interrupts_goes_on_at_the_next_start(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
     async with serving(held(text), **stored(tmp_path), drain_s=0.05) as running:
         ids = [(await create(running, background=True, stream=False)).json()["id"] for _ in range(2)]
         client = sdk(running)
@@ -257,11 +287,60 @@ async def test_a_shutdown_is_the_end(serving: Serving, text: TextModel, tmp_path
         running.stop.set()
         with suppress(httpx.HTTPError, openai.APIError):  # a busy machine may cut the connection first
             async for event in stream:
-                assert event.type in ("response.queued", "response.in_progress", "error", "response.failed")
-    async with serving(**stored(tmp_path)) as running:
+                assert event.type in ("response.queued", "response.in_progress")
+    async with serving(**stored(tmp_path)) as running:  # at once, though leases last for 20 s
         for id in ids:
-            found = (await running.client.get(f"/v1/responses/{id}")).json()
-            assert found["status"] == "failed" and "server" in found["error"]["message"], found
+            found = await ended(running, id)
+            assert found["status"] == "completed" and found["output"][0]["content"][0]["text"] == "Hello, world!"
+        assert await running.metric("penstock_background_takeovers_total") == 3
+        events = [event async for event in await sdk(running).responses.retrieve(ids[2], stream=True)]
+        assert [event.type for event in events].count("response.queued") == 2 and events[
+            -1
+        ].type == "response.completed"
+        assert await until(charged(running), lambda usage: usage[0] >= 3) == (3, 3 * 14)
+
+
+async def test_what_was_generated_half_is_billed_once(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    slow = ScriptedEngine(text, lambda request: [ord("a")] * 400, step_s=0.01)
+    async with serving(slow, **settings(tmp_path), drain_s=0.05) as running:
+        stream: Any = await sdk(running).responses.create(
+            model="tiny", input="hi", background=True, stream=True, max_output_tokens=400
+        )
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                break
+        id, seen = event.item_id, event.sequence_number
+        running.stop.set()
+    async with serving(**settings(tmp_path)) as running:
+        (response,) = await running.parts.database.fetch("SELECT id FROM responses")  # type: ignore[union-attr]
+        found = await ended(running, response[0])
+        assert found["status"] == "completed" and found["output"][0]["id"] == id
+        # A client that comes back gets the whole new answer, and knows that it begins again.
+        rest = [e async for e in await sdk(running).responses.retrieve(found["id"], stream=True, starting_after=seen)]
+        again = next(at for at, event in enumerate(rest) if event.type == "response.queued")
+        assert [event.type for event in rest[again : again + 2]] == ["response.queued", "response.in_progress"]
+        said = [event.delta for event in rest[again:] if event.type == "response.output_text.delta"]
+        assert "".join(said) == "Hello, world!" == rest[-1].response.output_text  # type: ignore[union-attr]
+        assert numbers(rest[again:]) == list(range(RUN_EVENTS, RUN_EVENTS + len(rest) - again))
+        assert await until(charged(running), lambda usage: usage[0] >= 1) == (1, 14)
+        vote = {"response_id": found["id"], "rating": "up"}
+        assert (await running.client.post("/v1/feedback", json=vote)).status_code == 200
+
+
+async def test_leases_are_kept_whatever_happens(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wrong(self: BackgroundStore, *about: Any, **more: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(BackgroundStore, "take_over", wrong)
+    monkeypatch.setattr(background, "BEAT_S", 0.02)
+    async with serving(held(text), **stored(tmp_path), gateway_timeout_s=0.4) as running:
+        id = (await create(running, background=True)).json()["id"]
+        await asyncio.sleep(0.8)
+        assert await running.parts.database.fetch("SELECT 1 FROM responses WHERE leased_until > ?", time.time())  # type: ignore[union-attr]
+        running.engine.hold = False
+        assert (await ended(running, id))["status"] == "completed"
 
 
 async def test_a_shutdown_waits_for_ends_that_are_being_stored(
@@ -281,16 +360,15 @@ async def test_a_shutdown_waits_for_ends_that_are_being_stored(
 
     monkeypatch.setattr(BackgroundStore, "end", slowly)
     monkeypatch.setattr(background.BackgroundResponses, "close", told)
-    async with serving(held(text), **stored(tmp_path), drain_s=0.05) as running:
+    async with serving(**stored(tmp_path), drain_s=0.05) as running:
         ids = [(await create(running, background=True)).json()["id"] for _ in range(3)]
-        await eventually(lambda: len(running.engine.seen) == 3)
-    async with serving(**stored(tmp_path)) as running:
+        await eventually(lambda: all(run.ended for run in running.parts.background_responses._tasks))  # type: ignore[union-attr]
+    async with serving(**stored(tmp_path), background_per_tenant=0) as running:
         for id in ids:
-            found = (await running.client.get(f"/v1/responses/{id}")).json()
-            assert found["status"] == "failed" and "server" in found["error"]["message"], found
+            assert (await running.client.get(f"/v1/responses/{id}")).json()["status"] == "completed"
 
 
-async def test_what_waits_for_a_place_at_a_shutdown_is_told(
+async def test_what_waits_for_a_place_at_a_shutdown_is_handed_over(
     serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[int] = []
@@ -310,9 +388,60 @@ async def test_what_waits_for_a_place_at_a_shutdown_is_told(
         finally:
             running.engine.hold = False
     async with serving(**stored(tmp_path)) as running:
-        done, told = [(await running.client.get(f"/v1/responses/{id}")).json() for id in (runs, waiting)]
-        assert done["status"] == "completed"
-        assert told["status"] == "failed" and told["error"]["code"] == "server_shutdown", told
+        assert (await running.client.get(f"/v1/responses/{runs}")).json()["status"] == "completed"
+        assert (await ended(running, waiting))["status"] == "completed"
+        assert len(running.engine.seen) == 1
+
+
+async def test_what_is_taken_over_obeys_its_key_and_its_limits(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    """A key that was revoked meanwhile, and a tenant that has as many as it may."""
+    options = {**stored(tmp_path), "key_fresh_s": 0.05, "drain_s": 0.05}
+    async with serving(held(text), **options) as running:
+        await sign_in(running)
+        admin = running.client.headers["authorization"]
+        kept = [(await create(running, background=True)).json()["id"] for _ in range(3)]
+        key = (await running.client.post("/v1/admin/keys", json={"tenant": "acme", "scopes": ["inference"]})).json()[
+            "key"
+        ]
+        lost = await running.client.post(
+            "/v1/responses",
+            json={"model": "tiny", "input": "hi", "background": True},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        await running.client.delete(f"/v1/admin/keys/{key.rpartition('_')[0]}")
+    async with serving(held(text), **options, background_per_tenant=2) as running:
+        running.client.headers["authorization"] = admin
+        await eventually(lambda: len(running.engine.seen) == 2)
+        running.engine.hold = False
+        for id in kept:
+            assert (await ended(running, id))["status"] == "completed"
+        found = await ended(running, lost.json()["id"])
+        assert found["status"] == "failed" and "is revoked" in found["error"]["message"], found
+        assert len(running.engine.seen) == 3
+
+
+async def test_a_slow_gateway_finds_that_another_has_taken_over(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    async with serving(held(text), **settings(tmp_path), gateway_timeout_s=2.0) as slow:
+        stream: Any = await sdk(slow).responses.create(model="tiny", input="hi", background=True, stream=True)
+        id = (await anext(stream)).response.id
+        await eventually(lambda: bool(slow.engine.seen))
+        assert slow.parts.database is not None and slow.parts.background_responses is not None
+        slow.parts.background_responses._most = 0  # too slow to take anything over
+        await slow.parts.database.execute("UPDATE responses SET owner = 'somebody'")
+        async with serving(held(text), **settings(tmp_path), gateway_timeout_s=2.0) as other:
+            # It stops at once, which is neither an end nor billed, and its readers follow the other's events.
+            await eventually(lambda: bool(slow.engine.aborted))
+            await slow.parts.database.execute("UPDATE responses SET leased_until = ?", time.time())
+            await eventually(lambda: bool(other.engine.seen))
+            assert (await slow.client.get(f"/v1/responses/{id}")).json()["status"] == "queued"
+            other.engine.hold = False
+            events = [event async for event in stream]
+            assert events[-1].type == "response.completed" and events[-1].sequence_number > RUN_EVENTS
+            assert await until(charged(other), lambda usage: usage[0] >= 1) == (1, 14)
 
 
 async def test_another_gateway_shows_follows_and_cancels(serving: Serving, text: TextModel, tmp_path: Path) -> None:
@@ -348,47 +477,128 @@ async def kept(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> Asy
         await database.close()
 
 
+ASKED = Work("/v1/responses", '{"input": "hi"}', [("x-feature", "f")], "t", "k", False)
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_a_killed_gateway_leaves_a_failed_response(
-    tmp_path: Path, kind: str, request: pytest.FixtureRequest
-) -> None:
+async def test_a_response_is_taken_over_a_few_times(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
     now = [1000.0]
     async with kept(tmp_path, kind, request) as database:
-        store = ResponseStore(database, keep_s=1000.0, most=10, clock=lambda: now[0])
+        store = ResponseStore(database, keep_s=1e6, most=10, clock=lambda: now[0])
         await store.prepare()
-        response = json.dumps({"id": "resp_1", "model": "m", "status": "queued", "background": True}).encode()
-        about: Any = {"tenant": "t", "user": "", "response": response, "items": []}
-        await store.background.begin("resp_1", "me", 20.0, events=b"", **about)
-        assert await store.background.running("resp_1") and await store.conversation("resp_1", "t") is None
+        begun, take_over = store.background, store.background.take_over
+
+        async def shown(id: str) -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(await store.response(id, "t") or b"")
+            return found
+
+        response = {"id": "resp_1", "model": "m", "status": "in_progress", "background": True}
+        about: Any = {"tenant": "t", "user": "", "response": json.dumps(response).encode(), "items": []}
+        await begun.begin("resp_1", "one", 20.0, events=b"", work=ASKED, **about)
+        assert await begun.running("resp_1") and await store.conversation("resp_1", "t") is None
         now[0] += 15.0
-        assert await store.background.keep("me", 20.0, ["resp_1"], [], []) == {"resp_1"}
+        assert await begun.keep("one", 20.0, ["resp_1"], [], []) == {"resp_1": "one"}
         now[0] += 15.0
-        assert json.loads(await store.response("resp_1", "t") or b"")["status"] == "queued"
+        assert await take_over("two", 20.0) is None
         now[0] += 10.0
-        found = json.loads(await store.response("resp_1", "t") or b"")
-        assert found["status"] == "failed" and "stopped before its end" in found["error"]["message"]
-        # Its owner was only slow: the end stands.
-        assert not await store.background.end("resp_1", "me", response, [])
-        assert await store.background.keep("me", 20.0, ["resp_1"], [], []) == set()
+        # Its owner is dead. Readers wait, and one gateway takes it over, unless its tenant has too many there.
+        assert await begun.running("resp_1") and (await shown("resp_1"))["status"] == "in_progress"
+        assert await take_over("two", 20.0, not_of=["t"]) is None
+        found = await take_over("two", 20.0)
+        assert found is not None and (found.id, found.work, found.first_event) == ("resp_1", ASKED, 0)
+        assert await take_over("three", 20.0) is None and (await shown("resp_1"))["status"] == "queued"
+        # The owner before was only slow: nothing that it writes counts.
+        assert await begun.keep("one", 20.0, ["resp_1"], [("resp_1", b"{}")], []) == {"resp_1": "two"}
+        assert not await begun.end("resp_1", "one", b"{}", [])
+        # Handing over costs no attempt; dying does, and the third time is the last.
+        await begun.release("resp_1", "two")
+        assert await take_over("three", 20.0) is not None
+        now[0] += 20.0
+        assert await take_over("four", 20.0) is not None
+        now[0] += 20.0
+        assert await take_over("five", 20.0) is None
+        failed = await shown("resp_1")
+        assert failed["status"] == "failed" and "3 times" in failed["error"]["message"]
+        assert not await begun.running("resp_1") and not await begun.end("resp_1", "four", b"{}", [])
+        # What no gateway wants for a day is given up; so is what an earlier version has begun.
+        await begun.begin("resp_2", "one", 20.0, events=b"", work=ASKED, **about)
+        now[0] += GIVE_UP_S + 21.0
+        assert "within a day" in (await shown("resp_2"))["error"]["message"]
+        await begun.begin("resp_3", "one", 20.0, events=b"", work=ASKED, **about)
+        await begun.begin("resp_5", "one", 20.0, events=b"", work=ASKED, **about)
+        await database.execute("UPDATE responses SET work = '' WHERE id = 'resp_3'")
+        await database.execute("UPDATE responses SET work = '{}' WHERE id = 'resp_5'")
+        now[0] += 21.0
+        assert await take_over("two", 20.0) is None
+        for id in ("resp_3", "resp_5"):
+            assert "stopped before its end" in (await shown(id))["error"]["message"]
+        # Nobody takes over what was cancelled, whoever had it.
+        await begun.begin("resp_4", "one", 20.0, events=b"", work=ASKED, **about)
+        now[0] += 21.0
+        assert await begun.end("resp_4", None, json.dumps({**response, "status": "cancelled"}).encode())
+        assert await take_over("two", 20.0) is None and (await shown("resp_4"))["status"] == "cancelled"
+        assert not [row for row in await database.fetch("SELECT work FROM responses") if row[0]]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_every_run_numbers_its_events_apart(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    now = [1000.0]
+    async with kept(tmp_path, kind, request) as database:
+        store = ResponseStore(database, keep_s=1e6, most=10, clock=lambda: now[0])
+        await store.prepare()
+        begun = store.background
+        response = json.dumps({"id": "resp_2", "model": "m", "status": "queued", "background": True}).encode()
+        about: Any = {"tenant": "t", "user": "", "response": response, "items": []}
+
+        def events(first: int, count: int) -> bytes:
+            return b"".join(encode_event(("e", {}), first + number) for number in range(count))
+
+        work = msgspec.structs.replace(ASKED, stream=True)
+        await begun.begin("resp_2", "me", 20.0, events=events(0, 2), work=work, **about)
         # Events come in chunks, and one that is written again replaces itself.
-        chunks = [b"event: a\ndata: 0\n\nevent: b\ndata: 1\n\n", b"event: c\ndata: 2\n\n", b"event: d\ndata: 3\n\n"]
-        await store.background.begin("resp_2", "me", 20.0, events=chunks[0], **about)
-        await store.background.keep("me", 20.0, ["resp_2"], [("resp_2", response)], [("resp_2", 2, chunks[1])])
-        await store.background.keep("me", 20.0, ["resp_2"], [], [("resp_2", 2, chunks[1] + chunks[2])])
-        whole = split_events(b"".join(chunks))
+        await begun.keep("me", 20.0, ["resp_2"], [("resp_2", response)], [("resp_2", 2, events(2, 1))])
+        await begun.keep("me", 20.0, ["resp_2"], [], [("resp_2", 2, events(2, 2))])
+        whole = split_events(events(0, 4))
         for after in range(-1, 4):
-            assert await store.background.events("resp_2", after) == whole[after + 1 :]
+            assert await begun.events("resp_2", after) == whole[after + 1 :]
         now[0] += 30.0
-        assert not await store.background.running("resp_2")
-        (failed,) = await store.background.events("resp_2", 3)
-        assert failed.startswith(b"event: response.failed") and b'"sequence_number":4' in failed
-        # What its owner, which was only slow, would add behind the end or behind a deletion, is dropped.
-        late = [("resp_2", 4, chunks[2]), ("resp_2", 5, chunks[2])]
-        assert await store.background.keep("me", 20.0, ["resp_2"], [], late) == set()
-        assert await store.background.events("resp_2", 3) == [failed]
-        assert await store.background.events("resp_2", 4) == [] and await store.delete("resp_2", "t")
-        await store.background.keep("me", 20.0, ["resp_2"], [], late)
-        assert not await store.background.events("resp_2", -1) and not await store.background.recorded("resp_2")
+        found = await begun.take_over("you", 20.0)
+        assert found is not None and found.first_event == RUN_EVENTS + 1
+        # Readers of the first run may have got more of its events than were stored: they get all of the second.
+        (again,) = await begun.events("resp_2", 3)
+        assert again.startswith(b"event: response.queued") and number_of(again) == RUN_EVENTS
+        assert await begun.events("resp_2", 57) == [again] and await begun.events("resp_2", RUN_EVENTS) == []
+        await begun.keep("me", 20.0, ["resp_2"], [], [("resp_2", 4, events(4, 3))])  # too late
+        await begun.keep("you", 20.0, ["resp_2"], [], [("resp_2", RUN_EVENTS + 1, events(RUN_EVENTS + 1, 2))])
+        assert [number_of(event) - RUN_EVENTS for event in await begun.events("resp_2", 57)] == [0, 1, 2]
+        for run in (2, 3):
+            now[0] += 30.0
+            found = await begun.take_over("her", 20.0)
+            assert (None if found is None else found.first_event) == (run * RUN_EVENTS + 1 if run < 3 else None)
+        # The stream of what was given up has an end, and nothing behind it.
+        assert not await begun.running("resp_2")
+        (failed,) = await begun.events("resp_2", 2 * RUN_EVENTS)
+        assert failed.startswith(b"event: response.failed") and number_of(failed) == 2 * RUN_EVENTS + 1
+        late = [("resp_2", 2 * RUN_EVENTS + number, events(number, 1)) for number in (1, 2)]
+        assert await begun.keep("her", 20.0, ["resp_2"], [], late) == {"resp_2": ""}
+        assert await begun.events("resp_2", 2 * RUN_EVENTS) == [failed]
+        assert await store.delete("resp_2", "t")
+        assert await begun.keep("her", 20.0, ["resp_2"], [], late) == {}
+        assert not await begun.events("resp_2", -1) and not await begun.recorded("resp_2")
+
+
+async def test_charges_have_the_same_ids_in_every_run() -> None:
+    """A response may take several generations, as one that searches does; each is billed, and once."""
+    found = TakenOver("resp_abc", {}, ASKED, 0)
+    runs = [BackgroundRun.taken_over(found, Caller("t")) for _ in range(2)]
+    ids = [[run.next_charge_id() for _ in range(3)] for run in runs]
+    assert ids[0] == ids[1] and ids[0][0] == "abc" and len(set(ids[0])) == 3
+
+
+def test_gateways_of_the_last_release_refuse_to_continue_what_has_no_answer() -> None:
+    """They take every stored conversation for one that can be continued: this one they must refuse with a 400."""
+    with pytest.raises(InvalidRequest, match="unfinished_response"):
+        template_messages(msgspec.json.decode(UNFINISHED, type=list[ChatMessage]))
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
@@ -400,7 +610,14 @@ async def test_the_oldest_are_deleted_and_leases_are_single(
         store = ResponseStore(database, keep_s=1000.0, most=2, clock=lambda: now[0])
         await store.prepare()
         response = json.dumps({"id": "x", "model": "m", "status": "queued", "background": True}).encode()
-        about: Any = {"tenant": "t", "user": "", "response": response, "items": [], "events": b"event: a\n\n"}
+        about: Any = {
+            "tenant": "t",
+            "user": "",
+            "response": response,
+            "items": [],
+            "events": b"event: a\n\n",
+            "work": ASKED,
+        }
         for number in range(4):
             now[0] += 1.0
             await store.background.begin(f"resp_{number}", "me", 20.0, **about)
@@ -414,6 +631,7 @@ async def test_the_oldest_are_deleted_and_leases_are_single(
         # A lease that is not renewed expires, whatever else its owner generates.
         await store.background.begin("resp_5", "me", 20.0, **about)
         now[0] += 15.0
-        assert await store.background.keep("me", 20.0, ["resp_5"], [], []) == {"resp_0", "resp_5"}
+        assert await store.background.keep("me", 20.0, ["resp_5"], [], []) == {"resp_5": "me"}
         now[0] += 10.0
-        assert not await store.background.running("resp_0") and await store.background.running("resp_5")
+        found = await store.background.take_over("you", 20.0)
+        assert found is not None and found.id == "resp_0" and await store.background.take_over("you", 20.0) is None

@@ -122,7 +122,8 @@ async def test_options_are_honoured_refused_or_named(serving: Serving) -> None:
             assert refused.status_code == 400 and word in refused.json()["error"], refused.text
         for wrong, word in (
             ({"prompt": "x", "context": [1, 2]}, "/api/chat"),
-            ({"prompt": "x", "suffix": "y"}, "suffix"),
+            ({"prompt": "x", "suffix": "y"}, "models that fill gaps"),
+            ({"prompt": "x", "suffix": "y", "system": "z"}, "system"),
             ({"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
             ({"images": ["aGk="]}, "Images"),
         ):

@@ -227,6 +227,13 @@ async def test_a_gap_is_filled_where_the_model_has_tokens_for_it(serving: Servin
         assert prompt == "<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"
         assert model.token_id("<|fim_pad|>") in asked.params.stop_token_ids
         assert (await gateway.complete(suffix="x", echo=True)).json()["error"]["param"] == "echo"
+        # The same under Ollama's path, where editors ask, and whose description says that it can be done.
+        asked = {"model": "tiny", "prompt": "b = ", "suffix": "\nprint(b)", "stream": False}
+        reply = await gateway.client.post("/api/generate", json=asked)
+        assert reply.json()["response"] == "Hello, world!"
+        prompt = model.decode(gateway.engine.seen[-1].prompt, skip_special=False)
+        assert prompt == "<|fim_prefix|>b = <|fim_suffix|>\nprint(b)<|fim_middle|>"
+        assert "insert" in (await gateway.client.post("/api/show", json={"model": "tiny"})).json()["capabilities"]
 
 
 @pytest.mark.parametrize(

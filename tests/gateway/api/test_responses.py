@@ -357,3 +357,18 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(serving: Serving, t
         assert events[-2].code == events[-1].response.error.code == "engine_lost"
         assert events[-1].response.status == "failed"
         assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_the_beta_part_of_the_sdk_is_the_same(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**stored(tmp_path)) as running:
+        beta = sdk(running).beta.responses
+        made = await beta.create(model="tiny", input="hi")
+        assert (await beta.retrieve(made.id)).id == made.id
+        assert [event.type async for event in await beta.retrieve(made.id, stream=True)][-1] == "response.completed"
+        assert len((await beta.input_items.list(made.id)).data) == 1
+        assert (await beta.input_tokens.count(model="tiny", input="hi")).input_tokens > 0
+        waiting = await beta.create(model="tiny", input="hi", background=True)
+        assert (await beta.cancel(waiting.id)).id == waiting.id
+        await beta.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await beta.retrieve(made.id)

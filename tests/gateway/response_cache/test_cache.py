@@ -270,6 +270,19 @@ async def test_the_same_question_in_other_words_is_found_and_a_different_one_is_
         assert await running.metric('penstock_cache_refusals_total{reason="negation"}') == 1
 
 
+async def test_what_was_answered_before_the_encoder_was_up_is_found_in_other_words_too(
+    serving: Serving, counting: ScriptedEngine, encoders: Callable[[], Encoders]
+) -> None:
+    both = CacheConfig(exact="on", semantic="on", lookup_s=5)
+    async with serving(counting, encoders=encoders(), cache=both) as running:
+        said, source = await ask(running, "How do I reset my password?")
+        assert source == "miss" and await ask(running, "How do I reset my password?") == (said, "exact")
+        cache = running.parts.cache
+        assert isinstance(cache, ResponseCache)
+        await eventually(lambda: cache._opening is not None and cache._opening.done() and not cache._unindexed)
+        assert await ask(running, "What is the best way to reset my password?") == (said, "semantic")
+
+
 async def test_a_semantic_hit_that_a_user_dislikes_is_forgotten(
     serving: Serving, counting: ScriptedEngine, encoders: Callable[[], Encoders], tmp_path: Path
 ) -> None:

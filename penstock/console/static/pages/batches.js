@@ -1,6 +1,6 @@
 // Batches: create one from a file of requests, follow its progress, cancel it, and download its output and errors.
 
-import { call, get, post, upload } from "../api.js";
+import { call, list, post, upload } from "../api.js";
 import { bytes, number, save } from "../format.js";
 import { refreshed } from "../widgets.js";
 
@@ -31,7 +31,7 @@ export default {
         <label class="drop block" :class="{ over }" @dragover.prevent="over = true" @dragleave="over = false" @drop.prevent="drop">
           <q-icon name="upload_file" size="sm" /> <template v-if="file"><b>{{ file.name }}</b>, {{ bytes(file.size) }}, {{ number(lines) }} {{ lines === 1 ? 'request' : 'requests' }}</template>
           <template v-else>Drop a file of requests here (JSON lines), or <span class="text-primary" style="text-decoration: underline">choose a file</span></template>
-          <input type="file" style="position: absolute; opacity: 0; width: 1px" accept=".jsonl,.ndjson,.json,.txt" aria-label="File of requests" @change="(event) => take(event.target.files[0])" />
+          <input type="file" style="position: absolute; opacity: 0; width: 1px" accept=".jsonl,.ndjson,.json,.txt" aria-label="File of requests" @change="pick" />
         </label>
         <div class="row q-col-gutter-sm items-center q-mt-xs">
           <q-select class="col-12 col-sm-4" v-model="endpoint" :options="endpoints" label="Endpoint" outlined dense options-dense />
@@ -56,21 +56,28 @@ export default {
           <q-btn v-if="!over_.includes(row.status) && row.status !== 'cancelling'" flat dense no-caps size="sm" color="negative" label="Cancel" @click="cancel(row)" /></div></template>
         <template #empty>No batches yet. Drop a file of requests above, or send one with <code>client.batches.create(…)</code>.</template>
       </data-table>
+      <div v-if="more" class="text-center q-mt-sm"><q-btn flat no-caps color="primary" label="Older batches" @click="most += 100; refresh()" /></div>
       <q-dialog :model-value="!!problems" @update:model-value="problems = null"><q-card style="width: 640px; max-width: 94vw"><q-card-section class="text-subtitle1">Why the batch was refused</q-card-section>
         <q-card-section class="scroll" style="max-height: 60vh"><p v-for="(one, index) in problems" :key="index"><b v-if="one.line">Line {{ one.line }}: </b>{{ one.message }}</p></q-card-section>
         <q-card-actions align="right"><q-btn v-close-popup flat no-caps label="Close" /></q-card-actions></q-card></q-dialog>
     </q-page>`,
-  data: () => ({ batches: [], file: null, lines: 0, endpoint: ENDPOINTS[0], within: "24h", sending: null, wrong: "", over: false, problems: null, endpoints: ENDPOINTS, windows: WINDOWS, columns: COLUMNS, colours: COLOURS, over_: OVER }),
+  data: () => ({ batches: [], most: 100, more: false, file: null, lines: 0, endpoint: ENDPOINTS[0], within: "24h", sending: null, wrong: "", over: false, problems: null, endpoints: ENDPOINTS, windows: WINDOWS, columns: COLUMNS, colours: COLOURS, over_: OVER }),
   methods: {
     bytes,
     number,
     done: (row) => (row.request_counts.total ? (row.request_counts.completed + row.request_counts.failed) / row.request_counts.total : row.status === "completed" ? 1 : 0),
     async read() {
-      this.batches = (await get("/v1/batches?limit=100")).data;
+      const found = await list("/v1/batches", this.most);
+      [this.batches, this.more] = [found.data, found.more];
     },
     drop(event) {
       this.over = false;
       return this.take(event.dataTransfer.files[0]);
+    },
+    async pick(event) {
+      const file = event.target.files[0];
+      event.target.value = ""; // so that the same file can be chosen again, once it is mended
+      await this.take(file);
     },
     async take(file) {
       if (!file) return;

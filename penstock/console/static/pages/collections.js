@@ -1,6 +1,6 @@
 // Collections: upload files, watch them being indexed, search, and inspect the chunks.
 
-import { get, post, remove, upload } from "../api.js";
+import { get, list, post, remove, upload } from "../api.js";
 import { bytes, number } from "../format.js";
 import { refreshed } from "../widgets.js";
 
@@ -15,6 +15,7 @@ const DOCUMENTS = [
   { name: "created_at", label: "Added" },
   { name: "actions", label: "" },
 ];
+const PAGE = 100;
 const ofChat = (one) => one.metadata?.console === "chat";
 
 export default {
@@ -67,13 +68,14 @@ export default {
           <template #actions="{ row }"><div class="row no-wrap justify-end"><q-btn flat dense no-caps size="sm" label="Chunks" @click="showChunks(row)" /><q-btn flat dense no-caps size="sm" color="negative" label="Delete" @click="removeDocument(row)" /></div></template>
           <template #empty>No documents yet: drop files above.</template>
         </data-table>
+        <div v-if="more" class="text-center q-mt-sm"><q-btn flat no-caps color="primary" label="More documents" @click="most += ${PAGE}; run(() => {})" /></div>
         <q-btn class="q-mt-md" flat dense no-caps color="negative" label="Delete this collection" @click="removeCollection" />
       </template>
       </template>
       <q-dialog v-model="viewing"><q-card style="width: 760px; max-width: 94vw"><q-card-section class="row items-center"><span class="text-subtitle1">Chunks of {{ viewed }}</span><q-space /><q-btn v-close-popup flat round dense icon="close" aria-label="Close" /></q-card-section>
         <q-card-section class="scroll" style="max-height: 70vh"><div v-for="chunk in chunks" :key="chunk.id"><div class="facts"><span v-if="chunk.heading">{{ chunk.heading }}</span><span>{{ chunk.tokens }} tokens</span><copy-id :value="chunk.id" what="chunk id" /></div><div class="chunk" tabindex="0">{{ chunk.text }}</div></div></q-card-section></q-card></q-dialog>
     </q-page>`,
-  data: () => ({ collections: [], withChats: false, chosen: null, about: null, documents: [], fresh: "", query: "", hits: null, searching: false, searchProblem: "", over: false, uploads: [], viewing: false, viewed: "", chunks: [], columns: DOCUMENTS }),
+  data: () => ({ collections: [], withChats: false, chosen: null, about: null, documents: [], most: PAGE, more: false, fresh: "", query: "", hits: null, searching: false, searchProblem: "", over: false, uploads: [], viewing: false, viewed: "", chunks: [], columns: DOCUMENTS }),
   computed: {
     shown() {
       return this.withChats ? this.collections : this.collections.filter((one) => !ofChat(one));
@@ -81,7 +83,7 @@ export default {
   },
   watch: {
     chosen() {
-      [this.hits, this.searchProblem] = [null, ""];
+      [this.hits, this.searchProblem, this.most] = [null, "", PAGE];
       return this.open().catch(this.$fail);
     },
     shown() {
@@ -102,12 +104,12 @@ export default {
       else await this.open();
     },
     async list() {
-      this.collections = (await get("/v1/collections")).data;
+      this.collections = (await list("/v1/collections")).data;
     },
     async open() {
       if (!this.chosen) return (this.about = null);
-      const [about, documents] = await Promise.all([get(this.at()), get(this.at("/documents?limit=100"))]);
-      [this.about, this.documents] = [about, documents.data];
+      const [about, documents] = await Promise.all([get(this.at()), list(this.at("/documents"), this.most)]);
+      [this.about, this.documents, this.more] = [about, documents.data, documents.more];
     },
     async create() {
       try {

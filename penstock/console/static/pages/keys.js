@@ -52,7 +52,7 @@ export default {
       </q-form>
       <data-table class="q-mt-md" label="Tenants" :columns="tenantColumns" :rows="tenants">
         <template #id="{ row }">{{ row.id }}<div v-if="row.name" class="muted">{{ row.name }}</div><div v-if="listed(row.allow)" class="muted" style="font-size: 0.78rem">{{ listed(row.allow) }}</div><div v-if="ruleOf(row)" class="muted" data-test="rule">requires {{ ruleOf(row) }}</div></template>
-        <template #used="{ row }"><limit-bar v-for="one in row.used || []" :key="one.limit" v-bind="bar(one)" /><span v-if="!row.used?.length" class="muted">no limits</span></template>
+        <template #used="{ row }"><limit-bar v-for="one in row.used || []" :key="one.limit" v-bind="bar(one)" /><span v-if="!row.used?.length" class="muted">{{ row.used ? 'no limits' : '–' }}</span></template>
         <template #spent="{ row }">{{ row.spent ? money(row.spent.today) + ' / ' + money(row.spent.month) : '–' }}</template>
         <template #state="{ row }"><q-badge :color="row.disabled ? 'negative' : 'positive'" :label="row.disabled ? 'disabled' : 'active'" /></template>
         <template #actions="{ row }"><div class="row no-wrap justify-end"><q-btn flat dense no-caps size="sm" color="primary" label="Limits" @click="edit('tenant', row)" /><q-btn flat dense no-caps size="sm" color="primary" label="Access" @click="editAccess('tenant', row)" /><q-btn flat dense no-caps size="sm" :color="row.disabled ? 'primary' : 'negative'" :label="row.disabled ? 'Enable' : 'Disable'" @click="setDisabled(row, !row.disabled)" /></div></template>
@@ -124,6 +124,7 @@ export default {
     },
     async read() {
       const [tenants, keys] = (await Promise.all([get("/v1/admin/tenants"), get("/v1/admin/keys")])).map((list) => list.data);
+      // What the others have used is read when one of them is opened.
       const detailed = await Promise.all(tenants.slice(0, 50).map((one) => get(`/v1/admin/tenants/${encodeURIComponent(one.id)}`)));
       this.tenants = [...detailed, ...tenants.slice(50)];
       this.keys = keys;
@@ -151,7 +152,12 @@ export default {
       // After the first key, this session itself has lost its access: it asks for a key once this one is stored.
       if (this.keys.length) await this.refresh();
     },
-    edit(kind, row) {
+    async edit(kind, row) {
+      try {
+        if (kind === "tenant" && !row.allowed) row = await get(`/v1/admin/tenants/${encodeURIComponent(row.id)}`);
+      } catch (error) {
+        return this.$fail(error);
+      }
       this.target = { kind, id: row.id, tier: row.tier, was: row.tier, limits: { ...row.limits }, require: ruleOf(row), inherited: kind === "tenant" ? row.allowed || {} : {} };
       this.editing = true;
     },

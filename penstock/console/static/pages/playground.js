@@ -1,6 +1,6 @@
 // Playground: chat with any served model. Conversations are kept in the browser; each answer shows what it took.
 
-import { ApiError, get, post, session } from "../api.js";
+import { ApiError, get, list, post, session } from "../api.js";
 import { cost, newAnswer, stream } from "../chat/answer.js";
 import { ACCEPTED, attach, detach, discard, finished, usable } from "../chat/attachments.js";
 import ChatHistory from "../chat/history.js";
@@ -197,7 +197,7 @@ export default {
         return this.failed(error, this.refresh);
       }
       try {
-        const found = (await get("/v1/collections")).data;
+        const found = (await list("/v1/collections")).data;
         this.collections = found.map((one) => one.name).filter((name) => !name.startsWith("chat-"));
         this.canAttach = true;
       } catch (error) {

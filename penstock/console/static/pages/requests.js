@@ -12,7 +12,7 @@ const PERIODS = [
   { label: "Last 7 days", value: "7d" },
   { label: "Last 30 days", value: "30d" },
 ];
-const ENDS = ["stop", "length", "tool_calls", "content_filter", "error", "abort"];
+const ENDS = ["stop", "length", "tool_calls", "content_filter", "timeout", "error", "abort"];
 const PAGE = 100;
 const ANSWER = /^(chatcmpl-|cmpl-|resp_|msg_)/;
 const bad = (end) => ["error", "abort", "timeout"].includes(end);

@@ -26,7 +26,7 @@ export default {
           </div>
         </div>
         <p v-if="!routes.length" class="empty">No routes are configured. A route lets clients ask for one name and answers with a small or a large model: add one under <code>routes</code> in the configuration.</p>
-        <p v-else class="muted q-mt-md">A route that is off sends every request to its default. Changes are stored and hold for all gateways. How each does: <a href="#feedback">votes by route</a>, and <code>penstock_route_requests_total</code> in the metrics.</p>
+        <p v-else class="muted q-mt-md">A route that is off sends every request to its default. Changes are stored and hold for all gateways. How each does: <a href="#feedback">votes by route</a>, and <code>penstock_route_decisions_total</code> in the metrics.</p>
       </template>
     </q-page>`,
   data: () => ({ routes: [], shares: {} }),

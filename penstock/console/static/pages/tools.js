@@ -13,6 +13,16 @@ const COLUMNS = [
   { name: "actions", label: "" },
 ];
 
+// `Name: value` lines as an object. A line that is neither that nor empty must not get lost: it may be the key.
+function parsed(lines) {
+  const pairs = lines.split("\n").map((line) => line.trim()).filter(Boolean).map((line) => {
+    const at = line.indexOf(":");
+    if (at < 1) throw new Error(`A header is "Name: value", one per line; this is not: ${line.slice(0, 12)}${line.length > 12 ? "…" : ""}`);
+    return [line.slice(0, at).trim(), line.slice(at + 1).trim()];
+  });
+  return Object.fromEntries(pairs);
+}
+
 export default {
   name: "Tools",
   mixins: [refreshed(15)],
@@ -51,7 +61,7 @@ export default {
       this.wrong = "";
       this.busy = true;
       try {
-        const sent = { name, headers: Object.fromEntries((headers || "").split("\n").filter((line) => line.includes(":")).map((line) => [line.slice(0, line.indexOf(":")).trim(), line.slice(line.indexOf(":") + 1).trim()])) };
+        const sent = { name, headers: parsed(headers || "") };
         await post("/v1/admin/tools", kind === "mcp" ? { ...sent, mcp_url: url } : { ...sent, url, openapi: JSON.parse(openapi || "null") });
         this.fresh = { name: "", kind, url: "", openapi: "", headers: "" };
         this.$done(`${name} is registered`);

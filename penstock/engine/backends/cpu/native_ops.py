@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.backends.cpu.native import Handle
+from penstock.engine.backends.interface import Link
 from penstock.engine.backends.reference.mixers import PlainMixers
 
 
@@ -15,6 +17,9 @@ class NativeOps(PlainMixers):
         self.handle = handle
         self.batch_invariant = False
         self._ctx = handle.pointer
+
+    def chain(self, links: Sequence[Link]) -> None:
+        """See `Ops`: there is no such kernel here."""
 
     @property
     def _lib(self) -> Any:

@@ -26,7 +26,7 @@ from penstock.engine.backends.cuda.kernels.common import overlap_launches
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear
-from penstock.engine.backends.cuda.long_prompts import gathered_bytes
+from penstock.engine.backends.cuda.long_prompts import room_for_gathered
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -154,7 +154,7 @@ class CudaBackend(TorchCudaBackend):
         return compile_kernels(decoder, kv_dtype, limits, adapters, done, wanted)
 
     def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
-        return gathered_bytes(decoder, kv)
+        return room_for_gathered(decoder, kv)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

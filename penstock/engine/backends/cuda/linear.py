@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.cuda.kernels import activation, gemv, rescale
 from penstock.engine.backends.cuda.kernels.inline_lora import InlineLora
-from penstock.engine.backends.interface import FP8, FP8_MAX, Activation
+from penstock.engine.backends.interface import FP8, FP8_MAX, Activation, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,12 @@ class CudaLinear:
             lora=lora,
             pdl=self.pdl,
         )
+
+    def link(
+        self, *, norm: Tensor | None = None, eps: float = 0.0, residual: bool = False, gated: bool = False
+    ) -> Link:
+        """The same product, as a part of the launch of several."""
+        return Link(self.weight, self.scale, self.bias, norm, eps, gated, residual)
 
 
 class Fp8Linear(CudaLinear):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cuda import chain_trial
 from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
@@ -29,6 +31,7 @@ from penstock.engine.backends.cuda.kernels import (
     masks,
     norm,
     prefill,
+    product_chain,
     rope,
     row_norm,
     sampler,
@@ -43,6 +46,8 @@ from penstock.engine.backends.interface import (
     LatentAdditions,
     LatentLayout,
     LatentWeights,
+    Link,
+    LinkedProducts,
     MambaLayout,
     MambaWeights,
     OverRanks,
@@ -72,6 +77,8 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
+        self.chains = chain_trial.wanted()
+        """Whether steps of one token compute the products between two attentions in one launch."""
         self.hopper_prefill = _load_hopper_prefill(device)
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
@@ -108,6 +115,11 @@ class TritonOps:
 
     def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
+
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
+        if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
+            return None
+        return product_chain.ProductChain(links)
 
     def norm_rows(
         self,

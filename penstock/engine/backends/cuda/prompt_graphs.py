@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.capture import record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
-from penstock.engine.backends.cuda.long_prompts import LONG_CONTEXT, gathered_bytes, is_long
+from penstock.engine.backends.cuda.long_prompts import Gathering
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.rehearsal import Short
 from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, by_name, state_batch, steps_have_states
@@ -191,7 +191,7 @@ class PromptGraphs:
         self._short = Short(decoder, kv)
         self.stateful = steps_have_states(decoder, kv)
         self._applies = all(isinstance(layer.mixer, _MIXERS) for layer in decoder.layers)
-        self._gathers = gathered_bytes(decoder, kv, LONG_CONTEXT) > 0
+        self._gathering = Gathering(decoder, kv)
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""
@@ -203,10 +203,9 @@ class PromptGraphs:
             return None
         if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
             return None
-        if self._gathers and any(map(is_long, chunks[-PROMPTS:])):
-            return None
         decodes = batch.num_decodes
-        fitting = [shape for shape in self._shapes if shape.tokens >= tokens and shape.decodes >= decodes]
+        most = self._gathering.most_places([chunk for chunk in chunks[-PROMPTS:] if not chunk.decodes])
+        fitting = [shape for shape in self._shapes if tokens <= shape.tokens <= most and shape.decodes >= decodes]
         shape = self._later.choose(fitting)
         if shape is not None and shape in self._later:  # it has to be captured now
             try:
@@ -326,6 +325,7 @@ class PromptGraphs:
             num_decodes=shape.decodes,
             max_query=shape.tokens,
             max_context=rows.max_context,
+            total_context=self._gathering.total_context(shape.tokens, PROMPTS),
         )
         if self.stateful:
             batch.states = state_batch(inputs.view)

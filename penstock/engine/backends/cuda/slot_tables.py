@@ -16,8 +16,10 @@ from torch import Tensor
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.vectors import SiteVectors
-from penstock.engine.backends.cuda.kernels import norm
+from penstock.engine.backends.cuda.kernels import norm, rope
 from penstock.engine.backends.cuda.kernels.alter import alter
+from penstock.engine.backends.cuda.kernels.own_gains import OwnGains
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 
 class SlotTables:
@@ -73,10 +75,10 @@ class NormTable(SlotTables):
 
     def __init__(self, norms: Sequence[tuple[Norm, Tensor]], slots: int, device: torch.device) -> None:
         super().__init__(slots)
-        self._norms = [(at, gains) for at, gains in norms]
-        self._places = {id(gains): index for index, (_, gains) in enumerate(norms)}
-        hidden = max((gains.numel() for _, gains in norms), default=0)
-        self._bank = torch.zeros(slots, len(norms), hidden, dtype=torch.float32, device=device)
+        self._norms = list(norms)
+        starts = [0, *np.cumsum([gains.numel() for _, gains in norms]).tolist()]
+        self._places = {id(gains): (index, starts[index]) for index, (_, gains) in enumerate(norms)}
+        self._bank = torch.zeros(slots, starts[-1], dtype=torch.float32, device=device)
         self._held = torch.zeros(slots, len(norms), dtype=torch.int32, device=device)
 
     def put(self, slot: int, norms: Mapping[Norm, Tensor] | None) -> None:
@@ -86,23 +88,22 @@ class NormTable(SlotTables):
             own = None if norms is None else norms.get(at)
             if own is not None:
                 held[index] = 1
-                self._bank[slot, index].copy_(own.to(gains.dtype).float(), non_blocking=True)
+                start = self._places[id(gains)][1]
+                self._bank[slot, start : start + len(own)].copy_(own.to(gains.dtype).float(), non_blocking=True)
         self._held[slot].copy_(held)
 
     def on(self, ops: Any) -> Any:
         return NormTableOps(ops, self)
 
-    def own(self, gains: Tensor | None) -> int | None:
-        """Which norm has these gains, if the step looks it up."""
-        return self._places.get(id(gains)) if self.active and gains is not None else None
-
-    def lookup(self, weight: Tensor | None, x_weight: Tensor | None = None) -> norm.OwnGains | None:
-        """For the kernel of a norm with these gains."""
-        own, x_own = self.own(weight), self.own(x_weight)
-        if own is None and x_own is None:
+    def lookup(self, *norms: Tensor | None) -> OwnGains | None:
+        """For the kernel of one or two norms with these gains; None: the step replaces none of them."""
+        if not self.active:
+            return None
+        found = [None if gains is None else self._places.get(id(gains)) for gains in (*norms, None)]
+        if found[0] is None and found[1] is None:
             return None
         assert self.token_slots is not None
-        return norm.OwnGains(self._bank, self._held, self.token_slots, own, x_own)
+        return OwnGains(self._bank, self._held, self.token_slots, found[0], found[1])
 
 
 class NormTableOps:
@@ -130,3 +131,22 @@ class NormTableOps:
     ) -> Any:
         own = self._table.lookup(weight, x_weight)
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self._base.pdl, own=own)
+
+    def rope_and_cache(
+        self,
+        qkv: Any,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_scales: tuple[Tensor, Tensor] | None = None,
+        key_smoothing: KeySmoothing | None = None,
+    ) -> Tensor:
+        return rope.rope_and_cache(
+            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_smoothing,
+            pdl=self._base.pdl, own=self._table.lookup(q_norm, k_norm),
+        )  # fmt: skip

@@ -8,7 +8,8 @@ kernels those are, not contents, so this needs no real cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,12 @@ def compile_kernels(
                 alone = dataclasses.replace(decoder, layers=[layer])
                 _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
                 visited |= kinds
+        for both in _neighbours(decoder):
+            kinds = {tuple(frozenset(_kinds_of(layer, decoder.fused_up_to)) for layer in both)}
+            if not kinds <= visited:
+                pair = dataclasses.replace(decoder, layers=both)
+                _forward(pair, _cache_of(pair, dtype, limits), tables, limits, 1, [])
+                visited |= kinds
         if adapters is not None:
             for adapted in _one_layer_each(adapters):
                 _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
@@ -75,6 +82,13 @@ def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
     if further is not None and any(site.further and not site.end for site in adapters.layout.sites):
         layers += further.layers[0], further.layers[-1]
     return [dataclasses.replace(first, layers=[layer]) for layer in layers]
+
+
+def _neighbours(decoder: Decoder) -> Iterator[list[DecoderLayer]]:
+    """Those that have products in one launch. As long as there is one layer, it stands for the next one, too."""
+    if decoder.chained:
+        layers = decoder.layers
+        yield from ([first, second] for first, second in pairwise(layers if len(layers) > 1 else layers * 2))
 
 
 def _kinds_of(layer: DecoderLayer, fused_up_to: int) -> set[object]:
@@ -199,5 +213,6 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
         max_query=max(prompts, default=1),
         max_context=limits.max_context,
         total_context=sum(prompts),
+        attended=max(prompts, default=0) * sum(prompts),  # as behind a long prefix
         states=StateBatch(*(nowhere.to(torch.int32) for _ in range(4))),
     )

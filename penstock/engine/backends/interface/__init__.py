@@ -32,6 +32,7 @@ from penstock.engine.backends.interface.batch import (
     Ints,
     StateBatch,
     StepShare,
+    attended,
 )
 from penstock.engine.backends.interface.device import (
     CopyEvent,
@@ -53,7 +54,8 @@ from penstock.engine.backends.interface.dtypes import (
     KVScales,
     torch_dtype,
 )
-from penstock.engine.backends.interface.operations import Ops
+from penstock.engine.backends.interface.links import Link, apply_links
+from penstock.engine.backends.interface.operations import LinkedProducts, Ops
 from penstock.engine.backends.interface.recurrence import (
     DeltaLayout,
     DeltaWeights,
@@ -89,6 +91,8 @@ __all__ = [
     "LatentAdditions",
     "LatentLayout",
     "LatentWeights",
+    "Link",
+    "LinkedProducts",
     "MambaLayout",
     "MambaWeights",
     "NativeLibrary",
@@ -102,5 +106,7 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "apply_links",
+    "attended",
     "torch_dtype",
 ]

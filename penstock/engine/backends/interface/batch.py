@@ -33,6 +33,12 @@ class HostBatch:
     """[4, T]: the fields of `StateBatch`; None where no layer keeps states."""
 
 
+def attended(query_starts: Ints, context_lens: Ints, decodes: int) -> int:
+    """Keys that the new tokens of a step's prompts see, summed over tokens; see `AttentionBatch`."""
+    new, seen = np.diff(query_starts)[decodes:], context_lens[decodes:]
+    return int((new * (seen - new) + new * (new + 1) // 2).sum())
+
+
 class StepShare(Protocol):
     """A shard's part of a step; see `parallel.data`."""
 
@@ -117,6 +123,8 @@ class AttentionBatch:
     total_context: int | None = None
     """Upper bound of the sum of `context_lens` behind the first `num_decodes`; None where the host has none that is
     worth anything, as when a step is captured."""
+    attended: int | None = None
+    """Keys that the new tokens of those sequences see, summed over tokens; None where the host does not know."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
     states: StateBatch | None = None
@@ -139,5 +147,6 @@ class AttentionBatch:
             max_query=tokens,
             max_context=tokens,
             total_context=tokens,
+            attended=tokens * (tokens + 1) // 2,
             states=StateBatch.of_one(tokens, device),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -9,8 +10,17 @@ from torch import Tensor
 
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import AttentionOps
+from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps
+
+
+class LinkedProducts(Protocol):
+    """Products of one token in one launch."""
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """See `apply_links`."""
+        ...
 
 
 class Ops(ActivationOps, AttentionOps, RecurrentOps, SamplingOps, Protocol):
@@ -46,3 +56,8 @@ class Ops(ActivationOps, AttentionOps, RecurrentOps, SamplingOps, Protocol):
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
+        """What computes these products of one token in one launch; None where there is no kernel for it. Its programs
+        wait for each other: no other launch of this kind may be on the device at the same time."""
+        ...

@@ -22,6 +22,7 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    Link,
     OverRanks,
 )
 from penstock.engine.backends.reference import filters, masks
@@ -82,6 +83,9 @@ class ReferenceOps(PlainMixers):
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    def chain(self, links: Sequence[Link]) -> None:
+        """See `Ops`: products are separate here."""
 
     def norm_rows(
         self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None

@@ -69,7 +69,7 @@ class Attention:
         return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)
 
     def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
-        # `_attend`, written out: steps that are neither recorded nor fused pay for every call.
+        # `attend`, written out: steps that are neither recorded nor fused pay for every call.
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
         qkv = self.qkv(x)
@@ -87,11 +87,12 @@ class Attention:
         """See `FusedMixer`; for linears that are `FusedLinear`."""
         qkv: Any = self.qkv
         output: Any = self.output
-        attended = self._attend(qkv.fused(residual, norm=norm, eps=eps), batch, cache)
+        attended = self.attend(qkv.fused(residual, norm=norm, eps=eps), batch, cache)
         out: Tensor = output.fused(attended, residual=residual)
         return out
 
-    def _attend(self, qkv: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+    def attend(self, qkv: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        """What lies between its two linears."""
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
         if self.row_norms is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu
-from penstock.engine.models.layers.linear import InlineLinear, Linear
+from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu, Link
+from penstock.engine.models.layers.linear import ChainedLinear, InlineLinear, Linear
 
 
 class FeedForward(Protocol):
@@ -44,6 +44,15 @@ class FusedFeedForward(FeedForward, Protocol):
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """`residual` plus the feed-forward of the normalized `residual`; may update it in place."""
+        ...
+
+
+@runtime_checkable
+class ChainedFeedForward(FusedFeedForward, Protocol):
+    """One whose products can be links of a chain; see `Ops.chain`."""
+
+    def links(self, norm: Tensor, eps: float) -> Sequence[Link]:
+        """The same as `fused`; none where its linears are of a form that cannot be linked."""
         ...
 
 
@@ -89,6 +98,13 @@ class GatedMlp:
         down: Any = self.down
         out: Tensor = down.fused(gate_up.fused(residual, norm=norm, eps=eps, gated=True), residual=residual)
         return out
+
+    def links(self, norm: Tensor, eps: float) -> Sequence[Link]:
+        """See `ChainedFeedForward`."""
+        gate_up, down = self.gate_up, self.down
+        if not self.fuses or not isinstance(gate_up, ChainedLinear) or not isinstance(down, ChainedLinear):
+            return ()
+        return gate_up.link(norm=norm, eps=eps, gated=True), down.link(residual=True)
 
 
 @dataclass(frozen=True, slots=True)

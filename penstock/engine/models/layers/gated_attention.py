@@ -18,15 +18,8 @@ class GatedAttention(Attention):
     """See `Attention`. Rows of `qkv`: query and gate of each head in turn, then keys and values."""
 
     def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
-        qkv, gate = self.attention_ops.split_gate(self.qkv(x), self.heads)
-        attended = self._attend(qkv, batch, cache)
-        return self.output(self.attention_ops.sigmoid_mul(attended, gate))
+        return self.output(self.attend(self.qkv(x), batch, cache))
 
-    def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
-        """See `FusedMixer`; for linears that are `FusedLinear`."""
-        made: Any = self.qkv
-        output: Any = self.output
-        qkv, gate = self.attention_ops.split_gate(made.fused(residual, norm=norm, eps=eps), self.heads)
-        attended = self._attend(qkv, batch, cache)
-        out: Tensor = output.fused(self.attention_ops.sigmoid_mul(attended, gate), residual=residual)
-        return out
+    def attend(self, qkv: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        qkv, gate = self.attention_ops.split_gate(qkv, self.heads)
+        return self.attention_ops.sigmoid_mul(Attention.attend(self, qkv, batch, cache), gate)

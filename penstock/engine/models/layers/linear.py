@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from penstock.engine.backends.interface import Link
+
 
 class Linear(Protocol):
     """A weight matrix ready to be applied to packed tokens [T, in] -> [T, out]."""
@@ -54,6 +56,17 @@ class InlineLinear(Linear, Protocol):
         lora: Any = None,
     ) -> Tensor:
         """`lora`: see `FusedLora.inline`."""
+        ...
+
+
+@runtime_checkable
+class ChainedLinear(InlineLinear, Protocol):
+    """One whose product can be a link of a chain; see `Ops.chain`."""
+
+    def link(
+        self, *, norm: Tensor | None = None, eps: float = 0.0, residual: bool = False, gated: bool = False
+    ) -> Link:
+        """The same product as that of `fused`."""
         ...
 
 

@@ -3,8 +3,8 @@ of a pipeline.
 
 In a stage, modules of this file stand for the layers of others. The first of those before it gives out the residual
 stream that the stage before has sent, in place of what the model makes of its tokens; the first behind it takes the
-stream and ends the pass. Invariant: between two layers nothing is passed on but the stream; a model of which a stage
-can see that this does not hold is refused at load.
+stream and ends the pass. Invariant: between two layers nothing is passed on but the stream, or what `stage_row` has
+found beside it; a model of which a stage can see that this does not hold is refused at load.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.models.transformers.linears import Shapes, shapes_by_layer
+from penstock.engine.models.transformers.stage_row import StageRow, find_stage_row
 
 
 class Body(Protocol):
@@ -25,8 +26,8 @@ class Body(Protocol):
     base: Any
 
     def __call__(self, entry: Tensor, **options: Any) -> Tensor:
-        """[T, width] of the tokens that `entry` stands for: their ids, or in a stage what `embed` or the stage before
-        has made of them."""
+        """[T, width] of the tokens that `entry` stands for: their ids, or in one of several stages what `embed` or the
+        stage before has made of them."""
         ...
 
     def sample(self, count: int, device: torch.device) -> Tensor:
@@ -76,7 +77,13 @@ class Junction:
         self.span = span
         self.layers = layers
         self.given: Tensor | None = None
+        """What the stage is run on, as a stage is given it: [1, T, width]."""
+        self.entered: Tensor | None = None
+        """The stream in it, as layers are."""
         self.taken: Tensor | None = None
+        """What the next stage is given."""
+        self.row: StageRow | None = None
+        """Where layers pass on more than one residual stream."""
         self.in_tuples = False
         """Whether the model expects its layers to return tuples."""
         self.shapes: dict[int, Shapes] = {}
@@ -92,12 +99,22 @@ class Junction:
 
     def passed(self, index: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What the layer `index`, which is elsewhere, would return."""
-        hidden: Tensor | None = stream_of(arguments, options)
+        if self.row is None:
+            hidden: Tensor | None = stream_of(arguments, options)
+        else:
+            hidden = arguments[0] if arguments else options["hidden_states"]
         if index >= self.span[1]:
             self.taken = hidden
+            if self.row is not None:
+                assert self.given is not None and hidden is not None
+                self.taken = self.row.pack(self.span[1], hidden, options, self.given[0]).unsqueeze(0)
             raise _Left
         if index == 0:
             hidden = self.given
+            if self.row is not None:
+                assert hidden is not None
+                hidden = self.row.unpack(self.span[0], hidden[0], options)
+            self.entered = hidden
         return (hidden,) if self.in_tuples else hidden
 
 
@@ -161,28 +178,55 @@ def stream_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
 
 
 class StageBody:
-    """See `Body`. An entry is the residual stream [T, hidden]; in the first stage, the embedded tokens."""
+    """See `Body`. An entry is the residual stream [T, hidden], or the row that `stage_row` makes of all that layers
+    pass on; in the first stage, the embedded tokens. Where one stage has all layers, and shards have parts of them, it
+    is the ids."""
 
     def __init__(self, base: Any, junction: Junction, hidden: int, dtype: torch.dtype) -> None:
         self.base = base
         self.junction = junction
-        self._hidden = hidden
+        self.width = hidden if junction.row is None else junction.row.width
+        """Of an entry."""
         self._dtype = dtype
         self._stand_in = 0
         """Behind the first stage: the id of all tokens, which no layer reads."""
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a pass begins with token ids."""
+        return self.junction.first and self.junction.last
+
+    @property
+    def _carries(self) -> StageRow | None:
+        """Where the tokens go from stage to stage."""
+        row = self.junction.row
+        return row if row is not None and row.tokens else None
+
+    def compared(self, x: Tensor) -> Tensor:
+        """Of what the stage gives: what is the same whatever part of its layers a shard has."""
+        row = self.junction.row
+        return x if row is None or self.junction.last else x[:, : row.stream_width]
+
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Only in the first stage."""
+        """What a pass begins with. Only in the first stage."""
+        if self.reads_tokens:
+            return token_ids
+        if self._carries is not None:
+            return self._carries.of_tokens(token_ids, self._dtype)
         embedded: Tensor = self.base.get_input_embeddings()(token_ids)
-        if embedded.shape[-1] > self._hidden:
+        if embedded.shape[-1] > self.width:
             raise CannotDivide("its embedding is wider than its residual stream")
-        return nn.functional.pad(embedded, (0, self._hidden - embedded.shape[-1]))
+        return nn.functional.pad(embedded, (0, self.width - embedded.shape[-1]))
 
     def __call__(self, entry: Tensor, **options: Any) -> Tensor:
         stream = entry.unsqueeze(0)
+        if self.reads_tokens:
+            return self._run(input_ids=stream, **options)
+        self.junction.given = stream
+        if self._carries is not None:
+            return self._run(input_ids=self._carries.ids(entry).unsqueeze(0), **options)
         if self.junction.first:
             return self._run(inputs_embeds=stream[..., : self.base.get_input_embeddings().embedding_dim], **options)
-        self.junction.given = stream
         ids = torch.full((1, len(entry)), self._stand_in, dtype=torch.int64, device=entry.device)
         return self._run(input_ids=ids, **options)
 
@@ -197,19 +241,22 @@ class StageBody:
             assert taken is not None
             hidden = taken
         finally:
-            junction.given = junction.taken = None
+            junction.given = junction.entered = junction.taken = None
         return hidden[0]
 
     def sample(self, count: int, device: torch.device) -> Tensor:
         if self.junction.first:
             return self.embed(self._tokens(count, device))
         seeded = torch.Generator().manual_seed(0)
-        return torch.randn(count, self._hidden, generator=seeded).to(device, self._dtype)
+        entry = torch.randn(count, self.width, generator=seeded).to(device, self._dtype)
+        return entry if self._carries is None else self._carries.marked(entry, self._tokens(count, device))
 
     def reference(self, model: Any, count: int, device: torch.device) -> Tensor:
-        if not self.junction.first:
-            return self(self.sample(count, device), use_cache=False)
+        entry = self.sample(count, device)
+        if not self.junction.first or self._carries is not None:
+            return self(entry, use_cache=False)
         # From the tokens themselves: a model may use them for more than their embedding.
+        self.junction.given = entry.unsqueeze(0)
         return self._run(input_ids=self._tokens(count, device).unsqueeze(0), use_cache=False)
 
     def _tokens(self, count: int, device: torch.device) -> Tensor:
@@ -232,6 +279,8 @@ class StageBody:
         except Exception as error:  # such as keys that an earlier layer was to leave
             what = f"{type(error).__name__}: {error}"
             raise CannotDivide(f"its layers do not run without those before them ({what})") from error
+        if self._carries is not None:
+            return
         self._salt(1)
         salted = self(entry, use_cache=False)
         self._salt(0)
@@ -251,7 +300,7 @@ class StageBody:
 
         def look(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             hidden = arguments[0] if arguments else options.get("hidden_states")
-            same.append(hidden is self.junction.given)
+            same.append(hidden is not None and hidden is self.junction.entered)
             raise _Left
 
         layer = layers_of(self.base, self.junction.layers)[1][self.junction.span[0]]
@@ -287,6 +336,7 @@ def take_out(model: Any, junction: Junction, dtype: torch.dtype) -> Callable[[st
         raise CannotDivide("it does not keep its layers apart from its head")
     name, layers = layers_of(base, junction.layers)
     begin, end = junction.span
+    junction.row = find_stage_row(base, layers, base.get_input_embeddings().num_embeddings)
     junction.shapes = shapes_by_layer(model)
     for index, layer in enumerate(layers):
         if not begin <= index < end:
@@ -294,8 +344,11 @@ def take_out(model: Any, junction: Junction, dtype: torch.dtype) -> Callable[[st
     ends: list[str] = []
     if not junction.first:
         table, head = base.get_input_embeddings(), model.get_output_embeddings()
+        if junction.row is not None and junction.row.tokens:
+            table = None
         ends = [path for path, module in model.named_modules() if module is table or module is head]
-        base.set_input_embeddings(NoEmbedding(table.embedding_dim, dtype))
+        if table is not None:
+            base.set_input_embeddings(NoEmbedding(table.embedding_dim, dtype))
         for path in ends:
             if model.get_submodule(path) is head:
                 above, _, last = path.rpartition(".")

@@ -48,14 +48,15 @@ class Comparison:
             raise
         except Exception as error:
             raise refusal(config, f"the library itself does not run it ({type(error).__name__}: {error})") from error
-        self._entry, self._expected = entry, expected.float()
-        if isinstance(body, StageBody) and body.junction.first:
+        self._compared = body.compared if isinstance(body, StageBody) else _all
+        self._entry, self._expected = entry, self._compared(expected.float())
+        if isinstance(body, StageBody) and body.junction.first and not body.reads_tokens:
             self._check_embedding(body)
 
     def _check_embedding(self, body: StageBody) -> None:
         """CannotDivide where a pass over embedded tokens, as ranks begin with, is not one over the tokens."""
         try:
-            found = body(self._entry, use_cache=False).float()
+            found = self._compared(body(self._entry, use_cache=False).float())
         except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
             raise
         except Exception as error:
@@ -83,7 +84,7 @@ class Comparison:
         for begin, end in ((0, tokens // 2), (tokens // 2, tokens)):
             if end > begin:
                 states = hidden(entry[begin:end], _chunk(whole, begin, end), kv)
-                parts.append((states if head is None else head(states)).float())
+                parts.append((self._compared(states) if head is None else head(states)).float())
         errors = (torch.cat(parts) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
         tolerance = _ROUNDED if rounded else _TOLERANCE[dtype]
         # Each chunk by itself: what earlier tokens pass on shows in the second only. In few bits of the median token,
@@ -93,6 +94,10 @@ class Comparison:
         if not error < tolerance:
             what = "the residual stream behind its layers differs" if head is None else "its logits differ"
             raise refusal(self._config, f"{what} from the library's, relatively by {error:.2g}")
+
+
+def _all(x: Tensor) -> Tensor:
+    return x
 
 
 def _chunk(whole: AttentionBatch, begin: int, end: int) -> AttentionBatch:

@@ -62,6 +62,10 @@ class TransformersDecoder(Decoder):
     def stream_dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def stream_width(self) -> int:
+        return self.config.hidden_size if self.stage is None else self.stage.width
+
     def embed(self, token_ids: Tensor) -> Tensor:
         assert self.stage is not None, "a whole model that transformers runs begins with token ids"
         return self.stage.embed(token_ids)

@@ -222,7 +222,17 @@ class _Loader:
             raise ConfigError("expert_parallel: this model has no experts that could be divided; leave it out")
         if way is Way.WHOLE:
             return Cuts(shard)
-        if shard.exchange is None:
+        row = body.junction.row if isinstance(body, StageBody) else None
+        if shard.exchange is None and row is not None and any(row.left):
+            # A shard would have keys and values of its own heads only, and the next stage might read all of them.
+            log.warning(
+                "tensor_parallel: every shard has the linears of this %s model whole: its layers leave keys and values "
+                "to those of other stages",
+                config.family,
+            )
+            cuts = Cuts(shard)
+            shard.agree(0)
+        elif shard.exchange is None:
             paged = way is Way.PAGED
             cuts = find_cuts(model, body, config.family, config.num_layers, shard, self.dtype, paged=paged)
         else:  # layers are whole, and experts too where shards would not meet at them

@@ -123,6 +123,8 @@ class Catalogue:
                 f"{family}.vocab_size": shape.vocab,
             }
         capabilities = ["completion", *(["tools"] if model.text.has_chat_template else [])]
+        if model.text.infill is not None:
+            capabilities.append("insert")
         if style_of(model) is not None:
             capabilities.append("thinking")
         shown = _shown(await self._details(model), about, capabilities, model.created)

@@ -74,12 +74,12 @@ def prompt_request(exchange: Exchange, request: OllamaGenerateRequest) -> ChatRe
 
 
 def completion_request(exchange: Exchange, request: OllamaGenerateRequest) -> CompletionRequest:
-    """A prompt that is continued as it is (`raw`, or a model without a chat template)."""
+    """A prompt that is continued as it is (`raw`, or a model without a chat template), or up to `suffix`."""
     note_advice(exchange, request)
     _check(request)
     if request.system:
         raise InvalidRequest("`system` needs a chat template; write it into `prompt`.", param="system")
-    completion = CompletionRequest(model=request.model, prompt=request.prompt or "")
+    completion = CompletionRequest(model=request.model, prompt=request.prompt or "", suffix=request.suffix or None)
     if request.logprobs:
         completion.logprobs = request.top_logprobs or 0
     _sample(completion, request)
@@ -119,7 +119,6 @@ def _check(request: OllamaGenerateRequest) -> None:
     for name, instead in (
         ("template", "The model's own template is used; `raw: true` uses none."),
         ("context", "Send the conversation to /api/chat."),
-        ("suffix", "The models served here complete text, they do not fill gaps."),
     ):
         if getattr(request, name):
             error = not_supported(name)

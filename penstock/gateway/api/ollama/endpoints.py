@@ -69,11 +69,11 @@ class OllamaEndpoints:
     async def ollama_generate(self, exchange: Exchange) -> None:
         request = _generate(exchange, await exchange.body(self._pipeline.settings.body_limit))
         name = self._catalogue.resolve(exchange.caller, request.model)
-        if not request.prompt and not request.images:
+        if not request.prompt and not request.images and not request.suffix:
             await self._load(exchange, request, name, chat=False)
             return
         model = await self._catalogue.model(exchange.caller, name)
-        if request.raw or (model is not None and not model.text.has_chat_template):
+        if request.raw or request.suffix or (model is not None and not model.text.has_chat_template):
             await self._continue(exchange, request, name, model)
         else:
             await self._answer_chat(exchange, request, name, prompt_request(exchange, request), chat=False)

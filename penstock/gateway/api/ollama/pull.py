@@ -80,6 +80,9 @@ class OllamaPullEndpoints:
     async def ollama_create(self, exchange: Exchange) -> None:
         await self._refuse(exchange, "create", "add the model, or an adapter, to the configuration")
 
+    async def ollama_blob(self, exchange: Exchange) -> None:
+        await self._refuse(exchange, "blobs", "models are loaded from the sources of the configuration or of /api/pull")
+
     async def ollama_copy(self, exchange: Exchange) -> None:
         await self._refuse(exchange, "copy", "give the model `aliases` in the configuration")
 

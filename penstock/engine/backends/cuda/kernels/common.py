@@ -136,6 +136,11 @@ def overlap_launches(on: bool) -> None:
     _overlapping = on
 
 
+def overlaps() -> bool:
+    """Whether every kernel starts early that can."""
+    return _overlapping
+
+
 def is_building() -> bool:
     """Whether kernels are only built, so that none writes what it returns."""
     return _building.get()

@@ -1,10 +1,10 @@
-"""Keys and values of a step's prompts, gathered from a quantized cache into contiguous 16-bit memory.
+"""Keys and values of a step's prompts, gathered from the cache's blocks into contiguous 16-bit memory.
 
 Attention of a long chunk reads every key once for each tile of its rows, hundreds of times: widened once for all of
 them, keys cost about one hundredth of the arithmetic, and the kernel for 16-bit caches runs over them. Heads are
 gathered a few at a time, so that no step needs more than `MOST_BYTES` whatever its contexts. FP8 numbers are widened
 exactly and left without their scales, which the attention applies to sums; int8 numbers, each with a scale of its own,
-are multiplied and rounded as a 16-bit cache would be.
+are multiplied and rounded as a 16-bit cache would be. 16-bit numbers are copied.
 
 Sequences lie one behind the other, each from a multiple of `TILE` rows on; rows behind the end of one are undefined.
 """
@@ -80,7 +80,7 @@ def _widened(
     x = tl.load(cache_ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
     if INT8:
         x = x.to(tl.float32) * tl.load(scale_ptr + scale_at, mask=inside, other=0.0).to(tl.float32)[:, None]
-    else:
+    elif x.dtype == tl.float8e4nv:
         x = x.to(tl.float16)  # in one instruction, exactly
     return x
 

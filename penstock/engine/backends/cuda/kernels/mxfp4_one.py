@@ -426,7 +426,7 @@ def _staged(turns: int) -> int:
 @cache
 def _fits(device: torch.device, programs: int, visits: int, staged: int) -> bool:
     """Whether all programs are there at once, by registers, shared memory and threads."""
-    if _shares_processors():
+    if shares_processors():
         return False
     processors, shared, threads = 132, 233472, 2048  # of an H200
     if device.type == "cuda":
@@ -442,7 +442,7 @@ def _fits(device: torch.device, programs: int, visits: int, staged: int) -> bool
     return programs <= processors * min(65536 // (REGISTERS * 32 * warps), shared // memory, threads // (32 * warps))
 
 
-def _shares_processors() -> bool:
+def shares_processors() -> bool:
     """Whether a multi-process service runs here, as far as can be seen: by its pipe, where it is or is said to be."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 

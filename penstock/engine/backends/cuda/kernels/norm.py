@@ -7,8 +7,6 @@ The sum is rounded to the residual's dtype before it is normalized: the next lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,42 +20,10 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.cuda.kernels.own_gains import OwnGains, own_arguments, own_gains
 
 
-@dataclass(frozen=True, slots=True)
-class OwnGains:
-    """Gains of the tokens' adapters, in place of a norm's own."""
-
-    bank: Tensor
-    """float32 [slots, norms, hidden]"""
-    held: Tensor
-    """int32 [slots, norms]: whether a slot has gains for a norm."""
-    slots: Tensor
-    """int32 [T]; -1: none."""
-    norm: int | None
-    """Which norm it is; None: its gains are not replaced."""
-    x_norm: int | None
-    """The same of the norm of what is added."""
-
-
-@triton.jit
-def _own_gains(
-    weight: tl.tensor,
-    bank_ptr: tl.tensor,
-    held_ptr: tl.tensor,
-    slot: tl.tensor,
-    norms: tl.tensor,
-    norm: tl.tensor,
-    cols: tl.tensor,
-    HIDDEN: tl.constexpr,
-) -> tl.tensor:
-    at = slot * norms + norm
-    held = tl.load(held_ptr + at, mask=slot >= 0, other=0)
-    own = tl.load(bank_ptr + at * HIDDEN + cols, mask=(cols < HIDDEN) & (held > 0), other=0.0)
-    return tl.where(held > 0, own, weight)
-
-
-@triton.jit(do_not_specialize=["norms", "norm", "x_norm"])
+@triton.jit(do_not_specialize=["gains", "norms", "norm", "norm_start", "x_norm", "x_norm_start"])
 def _norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -70,18 +36,21 @@ def _norm_kernel(
     bank_ptr: tl.tensor,
     held_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    x_stride: tl.tensor,
-    eps: tl.tensor,
+    gains: tl.tensor,
     norms: tl.tensor,
     norm: tl.tensor,
+    norm_start: tl.tensor,
     x_norm: tl.tensor,
+    x_norm_start: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     X_NORM: tl.constexpr,
-    OWN: tl.constexpr,
-    X_OWN: tl.constexpr,
+    OWN_FIRST: tl.constexpr,
+    OWN_SECOND: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DELTA: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -91,12 +60,12 @@ def _norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     launch_successor(PDL)
-    if OWN or X_OWN:
+    if OWN_FIRST or OWN_SECOND:
         slot = tl.load(slots_ptr + row).to(tl.int64)
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        if OWN:
-            weight = _own_gains(weight, bank_ptr, held_ptr, slot, norms, norm, cols, HIDDEN)
+        if OWN_FIRST:
+            weight = own_gains(weight, bank_ptr, held_ptr, slot, gains, norms, norm, norm_start, cols, mask)
     if DELTA:
         rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
@@ -107,8 +76,8 @@ def _norm_kernel(
         x += second(delta_ptr + row * HIDDEN + cols, mask, rank)
     if X_NORM:
         x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        if X_OWN:
-            x_weight = _own_gains(x_weight, bank_ptr, held_ptr, slot, norms, x_norm, cols, HIDDEN)
+        if OWN_SECOND:
+            x_weight = own_gains(x_weight, bank_ptr, held_ptr, slot, gains, norms, x_norm, x_norm_start, cols, mask)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight
     if ADD:
         residual = residual_ptr + row * HIDDEN + cols
@@ -207,6 +176,7 @@ def _launch(
     if tokens == 0:
         return
     block = next_power_of_2(hidden)
+    arguments, owned = own_arguments(own, x)
     launch(
         _norm_kernel,
         (tokens,),
@@ -217,19 +187,15 @@ def _launch(
         out,
         x if scale is None else scale,
         *delta,
-        *((x, x, x) if own is None else (own.bank, own.held, own.slots)),
+        *arguments,
         x.stride(0),
         eps,
-        0 if own is None else own.held.shape[1],
-        0 if own is None else own.norm or 0,
-        0 if own is None else own.x_norm or 0,
         HIDDEN=hidden,
         BLOCK=block,
         NORM=weight is not None,
         ADD=residual is not None,
         X_NORM=x_weight is not None,
-        OWN=own is not None and own.norm is not None,
-        X_OWN=own is not None and own.x_norm is not None,
+        **owned,
         QUANTIZE=scale is not None,
         SUMMED=summed,
         **options,

@@ -3,9 +3,10 @@ without a client.
 
 The work is a request in memory that is answered like any other: the same checks, limits, admission, charges, guardrails
 and log. Its state is in the store, so that every gateway process can show it, send its events and cancel it; the
-process that generates it holds the lease (`background_store`). Invariants: what was accepted ends in a state that says
-how it ended, also when its gateway is stopped or killed; and every task belongs to `BackgroundResponses`, which ends
-them at its close.
+process that generates it holds the lease (`background_store`). When that process dies, another one, or the next in its
+place, takes the response over and generates it anew; one that is stopped hands over what it cannot finish. Invariants:
+what was accepted ends in a state that says how it ended, and is billed once; every task belongs to
+`BackgroundResponses`, which ends them at its close.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.api.openai.responses.background_run import BackgroundRun, WorkRequest
-from penstock.gateway.api.openai.responses.background_store import BackgroundStore
+from penstock.gateway.api.openai.responses.background_store import BackgroundStore, TakenOver, number_of
 from penstock.gateway.api.openai.responses.output_calls import Event
 from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS
 from penstock.gateway.api.openai.responses.replay import encode_event
@@ -57,7 +59,8 @@ POLL_S = 0.25
 """How often events that another gateway stores are looked for."""
 _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-processing-ms", "x-penstock-ignored")
 _AWAY = "The store of responses cannot be reached at the moment."
-SHUTDOWN = ("server_shutdown", "The server was shut down before this response was finished. Send the request again.")
+LOOK_S = 5.0
+"""How often responses that lost their gateways are looked for, at the least."""
 
 Answerer = Callable[[Exchange], Awaitable[None]]
 Holder = Callable[[str, str], Awaitable[Caller]]
@@ -77,11 +80,20 @@ class BackgroundResponses:
         self._name = uuid.uuid4().hex
         self._answer: Answerer | None = None
         self._held = False
+        self._closed = False
+        self._look_at = float("-inf")
+        """When responses that lost their gateways are looked for next."""
+        self._crowded = False
+        """Whether there may be some for which there was no room here."""
         self._tasks: dict[BackgroundRun, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
         """Chunks of events are written one after the other."""
         self._keeper: asyncio.Task[None] | None = None
+        self._taken_over = metrics.counter(
+            "penstock_background_takeovers_total",
+            "Responses in the background that were taken over from a gateway that died or was stopped.",
+        ).child()
         metrics.sampled(
             "gauge",
             "penstock_background_responses",
@@ -101,20 +113,23 @@ class BackgroundResponses:
     def start(self, answer: Answerer) -> None:
         """`answer` answers the requests that generate responses."""
         self._answer = answer
+        self.wake()  # there may be some that this gateway left when it died
         self._keeper = asyncio.create_task(self._keep(), name="keeper of background responses")
 
     def hold(self) -> None:
-        """The gateway drains: what is generated may finish, what has no place gets none."""
+        """The gateway drains: what is generated may finish, what has no place waits for another gateway."""
         self._held = True
         for run in self._tasks:
             run.woken.set()
 
     async def close(self) -> None:
-        """End what still runs, and say so in the store. An end that is being written must not be interrupted: nobody
-        would write it again."""
+        """Give up what still runs, for others to take over. An end that is being written must not be interrupted: the
+        response would be generated again for nothing."""
+        self._held = self._closed = True
         tasks = list(self._tasks.items())
         for run, task in tasks:
             if not run.ended:
+                run.goes_on = True
                 task.cancel()
         if tasks:
             _, late = await asyncio.wait([task for _, task in tasks], timeout=CLOSE_S)
@@ -132,11 +147,8 @@ class BackgroundResponses:
     async def create(self, exchange: Exchange, body: bytes, *, stream: bool) -> None:
         """Answer a request with `background: true`."""
         self._check_room(exchange.caller.tenant)
-        run = BackgroundRun(exchange, body, stream=stream)
-        task = asyncio.create_task(self._drive(run), name="background response")
-        self._tasks[run] = task
-        task.add_done_callback(lambda _: self._tasks.pop(run, None))
-        self.wake()  # the keeper sleeps while there is nothing to keep
+        run = BackgroundRun.asked(exchange, body, stream=stream)
+        task = self._begin(run)
         exchange.handed_over = True
         await asyncio.wait((run.accepted, task), return_when=asyncio.FIRST_COMPLETED)
         if not run.accepted.done():
@@ -148,6 +160,19 @@ class BackgroundResponses:
             await exchange.reply_json({**run.response, "status": "queued"})
             return
         await self.send_events(exchange, run.id, -1)
+
+    def _begin(self, run: BackgroundRun) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._drive(run), name="background response")
+        self._tasks[run] = task
+        task.add_done_callback(lambda _: self._over(run))
+        self.wake()  # leases are renewed more often than lost responses are looked for
+        return task
+
+    def _over(self, run: BackgroundRun) -> None:
+        self._tasks.pop(run, None)
+        if self._crowded:
+            self._look_at = float("-inf")
+            self.wake()
 
     async def send_events(self, exchange: Exchange, id: str, after: int) -> None:
         """The events of a response as they come, from the one behind `after` on."""
@@ -184,6 +209,11 @@ class BackgroundResponses:
                 run.aborted.set()
                 run.woken.set()
 
+    def hands_over(self, run: BackgroundRun) -> bool:
+        """Whether a run that breaks off now is another gateway's to begin anew: this one is being stopped."""
+        run.goes_on = run.goes_on or (self._held and bool(run.id))
+        return run.goes_on
+
     async def accept(self, run: BackgroundRun, head: dict[str, Any], record: ResponseRecord) -> None:
         """A response has a place, or waits for one: from now on it exists for clients."""
         id = str(head["id"])
@@ -201,6 +231,7 @@ class BackgroundResponses:
                 response=encode_json(run.response),
                 items=record.items(id),
                 events=b"".join(events) if run.stream else b"",
+                work=run.work,
             )
         except DatabaseError as error:
             raise ServiceUnavailable(_AWAY) from error
@@ -258,20 +289,32 @@ class BackgroundResponses:
                     break
                 with suppress(TimeoutError):
                     await asyncio.wait_for(run.woken.wait(), pause)
-                    problem = SHUTDOWN
                     break
                 if (refused := await self._refused(run)) is not None:
                     problem = refused
                     break
-            if run.id and not run.ended:
+            if not run.id or run.ended:
+                return
+            if self.hands_over(run):
+                await self._release(run)
+            else:
                 await self._failed(run, *problem)
         except asyncio.CancelledError:
             if run.id and not run.ended:
-                await self._failed(run, *SHUTDOWN)
+                await self._release(run)
             raise
         finally:
             run.over = True
             run.tell()
+
+    async def _release(self, run: BackgroundRun) -> None:
+        """Let another gateway generate a response."""
+        run.ended = True
+        try:
+            async with self._writing:  # or a lease that is being renewed would outlast it
+                await self._store.release(run.id, self._name)
+        except DatabaseError as error:  # its lease expires, which does the same later
+            log.warning("a response in the background could not be handed over: %s", error, extra={"response": run.id})
 
     async def _refused(self, run: BackgroundRun) -> tuple[str, str] | None:
         """Why a response that has waited may no longer be generated: its key may have been revoked meanwhile."""
@@ -301,25 +344,60 @@ class BackgroundResponses:
             log.warning("the end of a response in the background could not be stored", extra={"response": run.id})
 
     async def _keep(self) -> None:
-        """Renews leases, stores events, and notices what was cancelled or deleted through other gateways."""
+        """Renews leases, stores events, notices what was cancelled or deleted through other gateways, and takes over
+        what lost its own."""
+        look_s = min(LOOK_S, self._lease_s / 4)
         while True:
-            timeout = min(BEAT_S, self._lease_s / 4) if self._tasks else None
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), timeout)
+                await asyncio.wait_for(self._wake.wait(), min(BEAT_S, look_s) if self._tasks else look_s)
             self._wake.clear()
             try:
                 async with self._writing:
                     await self._store_news([run for run in self._tasks if run.id and not run.ended])
+                if time.monotonic() >= self._look_at:
+                    self._look_at = time.monotonic() + look_s
+                    await self._take_over()
             except DatabaseError as error:
                 log.warning("cannot store the state of responses in the background: %s", error)
                 await asyncio.sleep(BEAT_S)
+            except Exception:  # without this task all leases would expire
+                log.exception("the keeper of responses in the background failed, and goes on")
+                await asyncio.sleep(BEAT_S)
+
+    async def _take_over(self) -> None:
+        """Generate what dead gateways have begun, as far as there is room here."""
+        while self.enabled and not self._held:
+            counts = Counter(run.caller.tenant for run in self._tasks)
+            full = [tenant for tenant, count in counts.items() if count >= self._most]
+            self._crowded = bool(full) or len(self._tasks) >= MOST
+            if len(self._tasks) >= MOST:
+                return
+            found = await self._store.take_over(self._name, self._lease_s, not_of=full)
+            if found is None:
+                return
+            self._taken_over.inc()
+            log.warning("took over a response in the background", extra={"response": found.id})
+            await self._resume(found)
+
+    async def _resume(self, found: TakenOver) -> None:
+        work = found.work
+        try:
+            caller = await self._holder(work.tenant, work.key)
+        except AuthenticationError as error:
+            run = BackgroundRun.taken_over(found, Caller(work.tenant, key=work.key))
+            await self._failed(run, error.code or "server_error", error.message)
+        except (ApiError, DatabaseError) as error:  # keys cannot be looked up at the moment: another time
+            log.warning("cannot look up the key of a response: %s", error, extra={"response": found.id})
+            await self._store.release(found.id, self._name)
+        else:
+            self._begin(BackgroundRun.taken_over(found, caller))
 
     async def _store_news(self, runs: Sequence[BackgroundRun]) -> None:
         if not runs:
             return
         begun = [run for run in runs if run.begun and not run.begun_stored]
         news = [(run, len(run.events)) for run in runs if run.events]
-        mine = await self._store.keep(
+        owners = await self._store.keep(
             self._name,
             self._lease_s,
             [run.id for run in runs],
@@ -331,7 +409,9 @@ class BackgroundResponses:
         for run, count in news:
             run.forget_events(count)
         for run in runs:
-            if run.id not in mine and not run.ended:
+            whose = owners.get(run.id, "")
+            if whose != self._name and not run.ended:
+                run.goes_on = whose != ""  # this process was too slow, and another has taken it over
                 self.stop(run.id)
 
     async def _events(self, id: str, after: int) -> AsyncGenerator[bytes, None]:
@@ -341,8 +421,10 @@ class BackgroundResponses:
             news, ahead = run.news, after + 1 - run.stored_events
             found = await self._store.events(id, after) if ahead < 0 else run.events[ahead:]
             if found:
-                after += len(found)
+                after = number_of(found[-1])
                 yield b"".join(found)
+            elif run.over and run.goes_on and not self._closed:
+                run = None  # what comes next is another gateway's
             elif run.over:
                 return
             else:
@@ -354,9 +436,9 @@ class BackgroundResponses:
         while True:
             running = await self._store.running(id)
             if found := await self._store.events(id, after):
-                after, quiet = after + len(found), 0.0
+                after, quiet = number_of(found[-1]), 0.0
                 yield b"".join(found)
-            elif not running:
+            elif not running or self._closed:
                 return
             else:
                 await asyncio.sleep(POLL_S)
@@ -376,7 +458,7 @@ async def _refuse(exchange: Exchange, reply: Reply | None) -> None:
 
 def _pause(reply: Reply, attempt: int) -> float | None:
     """How long to wait before a place is asked for again; None where that does not help."""
-    if reply.status not in (429, 503) or reply.headers.get("x-should-retry") == "false":
+    if reply.status not in (409, 429, 503) or reply.headers.get("x-should-retry") == "false":
         return None
     if reply.headers.get("x-penstock-reason") == "draining":
         return None

@@ -68,6 +68,8 @@ class BackgroundRenderer(Renderer):
 
     def failure(self, error: ApiError) -> bytes:
         self._last = self._inner.failure(error)
+        if self._responses.hands_over(self._run):
+            return self._last
         self._run.failure = self._inner.body
         self._run.record(split_events(self._last))
         return self._last

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.gateway.accounting.detached import DETACHED
+from penstock.gateway.api.openai.responses.background_store import TakenOver, Work
+from penstock.gateway.api.openai.responses.renderer import QUEUED_EVENTS
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.memory_request import MemoryRequest, Reply
 from penstock.identity import Caller
+from penstock.protocol.errors import InvalidRequest
 
 BACKGROUND = "penstock.background"
 """Where the ASGI scope of the request in memory has its `BackgroundRun`."""
-_DROPPED = frozenset(
-    (
-        *(b"authorization", b"x-api-key", b"cookie", b"origin", b"referer", b"connection", b"expect"),
-        *(b"content-length", b"content-encoding", b"transfer-encoding", b"last-event-id", b"x-request-id"),
-    )
+_KEPT = frozenset(
+    (b"content-type", b"traceparent", b"tracestate", b"x-session-id", b"x-feature", b"x-priority"),
 )
-"""Headers of the client's request that do not belong to the one in memory: the caller and the body are known."""
+_KEPT_BEGIN = (b"x-penstock-", b"x-slo-")
+"""Headers of the client's request that the one in memory has too, and that are stored with it: those that say how to
+answer. Others may hold credentials."""
 
 
 class BackgroundRun:
     """One response, from its request to its end."""
 
-    def __init__(self, exchange: Exchange, body: bytes, *, stream: bool) -> None:
-        self.caller: Caller = exchange.caller
-        self.body = body
-        self.stream = stream
+    def __init__(self, work: Work, caller: Caller) -> None:
+        self.work = work
+        self.caller = caller
+        self.stream = work.stream
         """Whether its events are kept."""
-        self.path = exchange.path
-        self.request_headers = [pair for pair in exchange.scope["headers"] if pair[0] not in _DROPPED]
-        self.request_headers.append((b"x-request-id", exchange.request_id.encode()))
+        self.first_event = QUEUED_EVENTS
+        """The sequence number of the first event that the model's answer makes."""
+        self._charges = 0
+        self.goes_on = False
+        """Another gateway generates it, or will: what happens here is not its end, and is not billed."""
         self.id = ""
         """Known once it is accepted."""
         self.response: dict[str, Any] = {}
@@ -44,7 +50,7 @@ class BackgroundRun:
         self.events: list[bytes] = []
         """Those that are not stored yet, in the order of their sequence numbers, if events are kept."""
         self.stored_events = 0
-        """How many are only in the store."""
+        """The sequence number of the first in memory; those before are only in the store."""
         self.news = asyncio.Event()
         self.begun = False
         """It has left the queue."""
@@ -57,6 +63,37 @@ class BackgroundRun:
         """The response as a broken stream left it."""
         self.reply: Reply | None = None
         """To the last attempt."""
+
+    @classmethod
+    def asked(cls, exchange: Exchange, body: bytes, *, stream: bool) -> BackgroundRun:
+        """Of a client's request."""
+        caller = exchange.caller
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in exchange.scope["headers"]
+            if name in _KEPT or name.startswith(_KEPT_BEGIN)
+        ]
+        headers.append(("x-request-id", exchange.request_id))
+        try:
+            text = body.decode()
+        except UnicodeDecodeError:  # in a place that nothing has read yet
+            raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
+        return cls(Work(exchange.path, text, headers, caller.tenant, caller.key, stream), caller)
+
+    @classmethod
+    def taken_over(cls, found: TakenOver, caller: Caller) -> BackgroundRun:
+        """Of a response that another gateway has begun: clients know of it already."""
+        run = cls(found.work, caller)
+        run.id, run.response = found.id, found.response
+        if run.stream:
+            run.first_event = run.stored_events = found.first_event
+        run.accepted.set_result([])
+        return run
+
+    def next_charge_id(self) -> str:
+        id = self.id.removeprefix("resp_")
+        self._charges += 1
+        return id if self._charges == 1 or not id else uuid.uuid5(uuid.NAMESPACE_URL, f"{id}/{self._charges}").hex
 
     def record(self, events: Sequence[bytes]) -> None:
         if self.stream and events:
@@ -91,7 +128,10 @@ class WorkRequest(MemoryRequest):
     """The request that generates a response. Its stream goes to the run, by way of the renderer."""
 
     def __init__(self, run: BackgroundRun) -> None:
-        super().__init__(run.path, run.body, run.caller, run.aborted, run.request_headers, {BACKGROUND: run})
+        work = run.work
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in work.headers]
+        marks = {BACKGROUND: run, DETACHED: run}
+        super().__init__(work.path, work.body.encode(), run.caller, run.aborted, headers, marks)
 
     def _written(self, part: bytes) -> None:
         if self._reply.status != 200:

@@ -1,13 +1,19 @@
 """Responses that are generated in the background, in the table of stored responses.
 
-Such a row has an owner, the gateway process that generates it, and a lease, which the owner renews. Without an owner a
-response has ended. Invariant: it ends once. Whoever ends it (its owner, a client that cancels it, or a reader that
-finds the lease expired) takes the owner away in the same statement, and everybody else's end changes nothing. The
-events of a response that was asked for as a stream are kept in chunks, so that any process can send them again.
+Such a row has an owner, the gateway process that generates it, a lease, which the owner renews, and the request that it
+answers. Without an owner a response has ended. When a lease expires, or is given back, another gateway takes the
+response over and generates it anew, a few times at most. Invariant: it ends once. Whoever ends it (its owner, a client
+that cancels it, or whoever finds that nobody may take it over any more) takes the owner away in the same statement, and
+everybody else's end changes nothing.
+
+The events of a response that was asked for as a stream are kept in chunks, so that any process can send them again.
+Each run has sequence numbers of its own, from a multiple of `RUN_EVENTS` on: a reader may have got events of a dead
+gateway that were never stored, and must not mistake events of the next run for those.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -17,7 +23,46 @@ from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.storage import Database, Statement
 
+ATTEMPTS = 3
+"""Runs of a response whose gateways may die under it: what it asks for may be what kills them."""
+GIVE_UP_S = 86400.0
+"""How long a response may be without an owner."""
+RUN_EVENTS = 1_000_000
+"""Sequence numbers of one run; there are never as many events."""
 LOST = "The gateway that generated this response stopped before its end. Send the request again."
+LOST_OFTEN = (
+    f"The gateways that generated this response stopped before its end, {ATTEMPTS} times, so it was not tried again."
+)
+NOBODY = "No gateway has taken over this response within a day after its own had stopped. Send the request again."
+UNFINISHED = '[{"role":"user","content":[{"type":"unfinished_response"}]}]'
+"""The conversation of a response that has no answer: nothing can be continued from it. Gateways of the last release do
+not know such responses; to them this is a conversation that they refuse, with a 400."""
+_NUMBER = re.compile(rb'"sequence_number":(\d+)')
+
+
+class Work(msgspec.Struct, frozen=True):
+    """The request that a response answers, as any gateway can send it to itself."""
+
+    path: str
+    body: str
+    headers: list[tuple[str, str]]
+    tenant: str
+    key: str
+    stream: bool
+    """Whether its events are kept."""
+
+
+class TakenOver(msgspec.Struct, frozen=True):
+    """A response that another gateway has begun."""
+
+    id: str
+    response: dict[str, Any]
+    work: Work
+    first_event: int
+    """The sequence number of its next event."""
+
+
+_work = msgspec.json.Decoder(Work)
 
 
 class BackgroundStore:
@@ -41,6 +86,7 @@ class BackgroundStore:
         response: bytes,
         items: Sequence[dict[str, Any]],
         events: bytes,
+        work: Work,
     ) -> None:
         """A response that waits for its turn. `events`: so far; empty where the client wants no stream."""
         now = self._clock()
@@ -48,8 +94,11 @@ class BackgroundStore:
         statements: list[Statement] = [
             (
                 "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation, user_id, "
-                "input_items, owner, leased_until) VALUES (?, ?, ?, ?, ?, '', ?, ?, ?, ?)",
-                (id, tenant, now, now + self._keep_s, response.decode(), user, given, owner, now + lease_s),
+                "input_items, owner, leased_until, work, attempts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)",
+                (
+                    *(id, tenant, now, now + self._keep_s, response.decode(), UNFINISHED, user, given),
+                    *(owner, now + lease_s, msgspec.json.encode(work).decode()),
+                ),
             )
         ]
         if events:
@@ -60,9 +109,8 @@ class BackgroundStore:
         """Deletes what is too old, or too much for a tenant; never what is still generated."""
         now = self._clock()
         old = "(SELECT created_at FROM responses WHERE tenant = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?)"
-        ended = "(owner = '' OR leased_until <= ?)"
-        too_many = f"tenant = ? AND created_at <= {old} AND {ended}"
-        values = (tenant, tenant, self._most, now)
+        too_many = f"tenant = ? AND created_at <= {old} AND owner = ''"
+        values = (tenant, tenant, self._most)
         return [
             ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
             ("DELETE FROM response_events WHERE expires_at <= ?", (now,)),
@@ -77,10 +125,10 @@ class BackgroundStore:
         ids: Collection[str],
         begun: Collection[tuple[str, bytes]],
         events: Collection[tuple[str, int, bytes]],
-    ) -> set[str]:
+    ) -> dict[str, str]:
         """Renews the owner's leases of `ids`. `begun`: responses that left the queue; `events`: their new events, with
-        the number of the first, which are dropped where a response has been ended or deleted by others. Returns the
-        ids of those that have not been."""
+        the number of the first, which are dropped where a response has been ended, deleted or taken over by others.
+        Returns whose each of them is now; it is nobody's once it has ended, and missing when it was deleted."""
         marks = ", ".join("?" * len(ids))
         statements: list[Statement] = [
             (
@@ -94,8 +142,53 @@ class BackgroundStore:
         )
         statements += (self._chunk(id, owner, first, chunk) for id, first, chunk in events)
         await self._database.transact(statements)
-        rows = await self._database.fetch("SELECT id FROM responses WHERE owner = ?", owner)
-        return {str(row[0]) for row in rows}
+        rows = await self._database.fetch(f"SELECT id, owner FROM responses WHERE id IN ({marks})", *ids)
+        return {str(id): str(whose) for id, whose in rows}
+
+    async def release(self, id: str, owner: str) -> None:
+        """Give up the lease: another gateway may take over at once, and this run does not count as one that died."""
+        await self._database.execute(
+            "UPDATE responses SET leased_until = ?, attempts = attempts - 1 WHERE id = ? AND owner = ?",
+            self._clock(), id, owner,
+        )  # fmt: skip
+
+    async def take_over(self, owner: str, lease_s: float, *, not_of: Collection[str] = ()) -> TakenOver | None:
+        """Lease the oldest response whose owner has died or given it up, except those of tenants in `not_of`. What may
+        not be generated again is ended."""
+        now = self._clock()
+        rows = await self._database.fetch(
+            "SELECT id, owner, leased_until, tenant, response, work, attempts FROM responses "
+            "WHERE owner > '' AND leased_until <= ? ORDER BY created_at LIMIT 64",
+            now,
+        )
+        for id, before, until, tenant, response, work, attempts in rows:
+            why = _given_up(work, attempts, now - until)
+            try:
+                asked = _work.decode(work or "{}")
+            except msgspec.ValidationError:  # of another version
+                why = why or LOST
+            if why is not None:
+                await self._abandon(id, before, response, why)
+                continue
+            if tenant in not_of:
+                continue
+            queued = {**msgspec.json.decode(response), "status": "queued"}
+            taken = await self._database.execute(
+                "UPDATE responses SET owner = ?, leased_until = ?, attempts = attempts + 1, response = ? "
+                "WHERE id = ? AND owner = ? AND leased_until <= ?",
+                owner, now + lease_s, msgspec.json.encode(queued).decode(), id, before, now,
+            )  # fmt: skip
+            if taken:
+                return TakenOver(id, queued, asked, await self._begun_anew(id, owner, queued) if asked.stream else 0)
+        return None
+
+    async def _begun_anew(self, id: str, owner: str, response: dict[str, Any]) -> int:
+        """Stores the first event of another run, so that no later run gets its numbers; returns the next number."""
+        rows = await self._database.fetch("SELECT MAX(first) FROM response_events WHERE response = ?", id)
+        number = (int(rows[0][0] or 0) // RUN_EVENTS + 1) * RUN_EVENTS
+        event = encode_event(("response.queued", {"response": response}), number)
+        await self._database.transact([self._chunk(id, owner, number, event)])
+        return number + 1
 
     async def end(
         self,
@@ -106,11 +199,11 @@ class BackgroundStore:
         events: tuple[int, bytes] = (0, b""),
     ) -> bool:
         """Whether this was its end. `owner`: None for anybody's. `conversation`: to go on from, if it has an answer."""
-        said = "" if conversation is None else msgspec.json.encode(conversation).decode()
+        said = UNFINISHED if conversation is None else msgspec.json.encode(conversation).decode()
         whose, values = ("owner != ''", []) if owner is None else ("owner = ?", [owner])
         statements: list[Statement] = [
             (
-                f"UPDATE responses SET owner = '', response = ?, conversation = ? WHERE id = ? AND {whose}",
+                f"UPDATE responses SET owner = '', response = ?, conversation = ?, work = '' WHERE id = ? AND {whose}",
                 (response.decode(), said, id, *values),
             )
         ]
@@ -118,16 +211,17 @@ class BackgroundStore:
             statements.append(self._chunk(id, "", *events))
         return (await self._database.transact(statements, guarded=True))[0] > 0
 
-    async def abandon(self, id: str, owner: str, response: str) -> None:
+    async def _abandon(self, id: str, owner: str, response: str, why: str) -> None:
         """End a response whose owner has let its lease expire."""
         failed = {
             **msgspec.json.decode(response),
             "status": "failed",
-            "error": {"code": "server_error", "message": LOST},
+            "error": {"code": "server_error", "message": why},
         }
         statements: list[Statement] = [
             (
-                "UPDATE responses SET owner = '', response = ? WHERE id = ? AND owner = ? AND leased_until <= ?",
+                "UPDATE responses SET owner = '', response = ?, work = '' WHERE id = ? AND owner = ? "
+                "AND leased_until <= ?",
                 (msgspec.json.encode(failed).decode(), id, owner, self._clock()),
             )
         ]
@@ -142,14 +236,18 @@ class BackgroundStore:
         await self._database.transact(statements, guarded=True)
 
     async def running(self, id: str) -> bool:
-        """Whether it waits or is generated; one whose owner is gone is ended."""
+        """Whether it waits or is generated, or will be; one that nobody may take over is ended."""
         rows = await self._database.fetch(
-            "SELECT owner, leased_until, response FROM responses WHERE id = ? AND owner != ''", id
+            "SELECT owner, leased_until, response, work, attempts FROM responses WHERE id = ? AND owner <> ''", id
         )
-        if rows and rows[0][1] <= self._clock():
-            await self.abandon(id, str(rows[0][0]), str(rows[0][2]))
+        if not rows:
             return False
-        return bool(rows)
+        owner, until, response, work, attempts = rows[0]
+        overdue = self._clock() - until
+        if overdue >= 0 and (why := _given_up(work, attempts, overdue)) is not None:
+            await self._abandon(id, owner, response, why)
+            return False
+        return True
 
     async def events(self, id: str, after: int) -> list[bytes]:
         """All events with a greater sequence number than `after`, as far as they are stored."""
@@ -183,3 +281,19 @@ class BackgroundStore:
 def split_events(data: bytes) -> list[bytes]:
     """The single events of what a renderer wrote, without comments."""
     return [event + b"\n\n" for event in data.split(b"\n\n") if event.startswith(b"event: ")]
+
+
+def number_of(event: bytes) -> int:
+    """The sequence number of an event."""
+    found = _NUMBER.search(event)
+    assert found is not None
+    return int(found[1])
+
+
+def _given_up(work: str, attempts: int, overdue: float) -> str | None:
+    """Why a response without an owner may not be generated again; None: it may."""
+    if not work:
+        return LOST
+    if attempts >= ATTEMPTS:
+        return LOST_OFTEN
+    return NOBODY if overdue > GIVE_UP_S else None

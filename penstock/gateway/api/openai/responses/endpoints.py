@@ -124,7 +124,9 @@ class ResponseEndpoints:
                     await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
                     return
                 assert self._background is not None and record is not None
-                inner = ResponseRenderer(request, tools, generation, recorder, None, background=run.id)
+                inner = ResponseRenderer(
+                    request, tools, generation, recorder, None, background=run.id, first_event=run.first_event
+                )
                 detached = BackgroundRenderer(self._background, run, exchange, inner, record)
                 await pipeline.respond(attempt, generation, detached, stream=True)
 

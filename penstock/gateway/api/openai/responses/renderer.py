@@ -53,9 +53,10 @@ class ResponseRenderer(Renderer):
         store: StoreResponse | None,
         *,
         background: str | None = None,
+        first_event: int = 0,
     ) -> None:
         """`background`: the id of a response in the background, empty before it has one; the first events, up to
-        `response.queued`, are not the renderer's then."""
+        `response.queued`, are not the renderer's then. `first_event`: the sequence number of its first event."""
         self._tools = tools
         self._call: CallWriter | None = None
         """Of the open item, if it is a call."""
@@ -65,7 +66,7 @@ class ResponseRenderer(Renderer):
         self._recorder = recorder
         self._store = store
         self._background = background is not None
-        self._sequence = -1 if background is None else QUEUED_EVENTS - 1
+        self._sequence = first_event - 1
         self._id = (background or "").removeprefix("resp_") or generation.id
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.api.openai.responses.background_store import BackgroundStore
+from penstock.gateway.api.openai.responses.background_store import UNFINISHED, BackgroundStore
 from penstock.gateway.api.openai.responses.item_ids import input_items
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.storage import Database
@@ -37,6 +37,10 @@ _VERSIONS = (
         "CREATE TABLE IF NOT EXISTS response_events (response TEXT NOT NULL, first BIGINT NOT NULL, "
         "events TEXT NOT NULL, expires_at DOUBLE PRECISION NOT NULL, PRIMARY KEY (response, first))",
         "CREATE INDEX IF NOT EXISTS response_events_by_end ON response_events (expires_at)",
+    ),
+    (
+        "ALTER TABLE responses ADD COLUMN work TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE responses ADD COLUMN attempts BIGINT NOT NULL DEFAULT 0",
     ),
 )
 Sees = Callable[[str], bool]
@@ -160,7 +164,7 @@ class ResponseStore:
     ) -> list[ChatMessage] | None:
         """Everything said up to and with this response; None also where it has no end to go on from."""
         found = await self._columns("conversation", id, tenant, user, sees)
-        return None if found is None or not found[0] else _messages.decode(found[0])
+        return None if found is None or found[0] in ("", UNFINISHED) else _messages.decode(found[0])
 
     async def input_items(
         self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
@@ -186,8 +190,7 @@ class ResponseStore:
         where, values = self._which(id, tenant, user)
         query = f"SELECT {names}, owner, leased_until, response FROM responses WHERE {where}"
         rows = await self._database.fetch(query, *values)
-        if rows and rows[0][-3] and rows[0][-2] <= self._clock():
-            await self.background.abandon(id, str(rows[0][-3]), str(rows[0][-1]))
+        if rows and rows[0][-3] and rows[0][-2] <= self._clock() and not await self.background.running(id):
             rows = await self._database.fetch(query, *values)
         if not rows or not sees(_model.decode(str(rows[0][-1])).model):
             return None

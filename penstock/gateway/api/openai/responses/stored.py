@@ -32,6 +32,8 @@ class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include
     include: str | None = None
     """Nothing more can be included; what there is, is shown."""
     include_list: str | None = None
+    beta: str | None = None
+    """Sent by the beta part of the SDK; the same either way."""
 
 
 class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_list": "include[]"}):
@@ -43,6 +45,8 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_li
     include: str | None = None
     """Nothing more can be included; what there is, is shown."""
     include_list: str | None = None
+    beta: str | None = None
+    """Sent by the beta part of the SDK; the same either way."""
 
 
 class StoredResponseEndpoints:

@@ -1,0 +1,43 @@
+"""The kinds of adapters that PEFT trains, read as what the engine applies: matrices of low rank, vectors, norms, rows.
+
+A kind whose change of the model can be written so is converted when an adapter is loaded, exactly: the rest of the
+engine knows LoRA only. Any other kind is refused by name, with what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.engine.adapters.kinds.low_rank import LOW_RANK
+from penstock.engine.adapters.kinds.modules import Tensors
+from penstock.engine.adapters.kinds.refused import refusal
+from penstock.engine.adapters.kinds.renamed import RENAMED
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.spec import CONFIG
+from penstock.errors import CheckpointError
+
+
+def read_settings(raw: Mapping[str, Any]) -> LoraConfig:
+    """What `adapter_config.json` says, of an adapter of any kind that can be applied; raises for the others."""
+    kind = raw.get("peft_type", "LORA")
+    if kind == "LORA":
+        return LoraConfig.of(raw)
+    found = LOW_RANK.get(kind) or RENAMED.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise CheckpointError(f"{CONFIG}: {refusal(kind)}")
+    found.rules.check(raw, CONFIG)
+    return found.settings(raw)
+
+
+def as_lora(
+    raw: Mapping[str, Any], settings: LoraConfig, tensors: Tensors, layout: AdapterLayout
+) -> tuple[LoraConfig, Tensors]:
+    """The tensors of a file under the names that LoRA has for them, and the configuration that fits these. `layout`: of
+    the whole model."""
+    kind = raw.get("peft_type", "LORA")
+    if kind == "LORA":
+        return settings, tensors
+    converted = LOW_RANK.get(kind) or RENAMED[kind]
+    return converted.convert(raw, settings, tensors, layout)

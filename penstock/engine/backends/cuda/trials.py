@@ -1,0 +1,26 @@
+"""Variants that no device has been timed with yet. Each is off unless an environment variable says otherwise.
+
+A trial ends with its measurement: it becomes the rule or goes, and its variable with it. What decides on each is in
+`docs/results/h200-kernels.md`. They are read when the process starts and hold for the whole of it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from penstock.errors import ConfigError
+
+GATHER_16BIT = "PENSTOCK_GATHER_16BIT"
+"""Keys and values of 16-bit caches are gathered for long chunks, as those of quantized caches are."""
+WIDE_COPIES = "PENSTOCK_WIDE_COPIES"
+"""Eight cache blocks that lie one behind the other are fetched in two copies instead of sixteen."""
+CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
+"""Captured prompt steps over quantized caches gather keys too, where contexts are short."""
+
+
+def is_on(variable: str) -> bool:
+    """Whether the environment asks for a trial."""
+    value = os.environ.get(variable, "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{variable}: {value!r} must be 1 (tried) or 0 (not)")
+    return value == "1"

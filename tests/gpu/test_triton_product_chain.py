@@ -1,0 +1,206 @@
+"""The products between two attentions of one token in one launch of CUDA C++, against float64, and what they take
+beside the launches that they replace.
+
+`python tests/gpu/run.py --only product_chain.` on a device; `--interpret` runs the emulation (minutes), `--compile`
+says registers and spills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from chain_cases import BF16, EPS, LLAMA_8B, LLAMA_70B, QWEN3_06B, TOLERANCE, Sizes, links64, make_links
+from cuda_emulation import emulate, guarded
+from gpu_harness import DEVICE, MODE, Row, bandwidth, check, compiled, poison_, rand, time_us
+from torch import Tensor
+
+from penstock.engine.backends.cuda import nvrtc
+from penstock.engine.backends.cuda.kernels import common
+from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
+from penstock.engine.backends.cuda.kernels.gemv import linear
+from penstock.engine.backends.cuda.kernels.product_chain import ProductChain, _counter
+from penstock.engine.backends.interface import Link
+
+H200 = ChainShape(132)
+SMALL = {
+    "few rows": (Sizes(256, 688, 128, 320), ChainShape(3, 4, 3)),
+    "more blocks than rows": (Sizes(64, 80, 64, 96), ChainShape(70, 2, 2)),
+    "rows that are no whole units": (Sizes(1040, 528, 2064, 48), ChainShape(5, 4, 2)),
+    "long rows": (Sizes(64, 5120, 64, 96), ChainShape(2, 8, 4)),
+}
+LARGE = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-0.6b": QWEN3_06B}
+
+
+@contextmanager
+def early(on: bool) -> Iterator[None]:
+    common.overlap_launches(on)
+    try:
+        yield
+    finally:
+        common.overlap_launches(False)
+
+
+def run_emulated(links: list[Link], shape: ChainShape, x: Tensor, residual: Tensor, seed: int) -> Tensor:
+    plan = plan_chain(links, shape)
+    assert plan is not None
+    outs = [
+        None if link.residual else guarded(poison_(torch.empty(1, link.outputs, dtype=BF16))) for link in plan.links
+    ]
+    counter = torch.zeros(1, dtype=torch.int32)
+    for _ in range(2):  # the counter serves the next launch, too
+        begun = guarded(residual)
+        emulate(SOURCE, ENTRY, defines=plan.defines).launch(
+            shape.blocks, shape.warps * 32, [plan.arguments(links, x, begun, outs, counter)],
+            shared_bytes=plan.shared_bytes, cooperative=True, seed=seed,
+        )  # fmt: skip
+    residual.copy_(begun)
+    assert outs[-1] is not None
+    return outs[-1]
+
+
+def cases() -> Iterator[tuple[str, Sizes, ChainShape, bool, bool]]:
+    """Name, sizes, launch shape, whether weights are e4m3, whether there are biases."""
+    for fp8 in (True, False):
+        if MODE != "interpret":
+            for name, sizes in LARGE.items():
+                yield name, sizes, H200, fp8, False
+        for name, (sizes, shape) in SMALL.items():
+            yield name, sizes, shape if MODE == "interpret" else H200, fp8, True
+
+
+def test_products_are_those_of_float64() -> None:
+    for name, sizes, shape, fp8, bias in cases():
+        for tensor in (True, False):
+            label = f"{name}, {'fp8' if fp8 else 'bf16'}, {'tensor cores' if tensor else 'ordinary arithmetic'}"
+            here = replace(shape, tensor=tensor)
+            if MODE == "compile":
+                links = make_links(sizes, fp8=fp8, bias=bias, device=torch.device("meta"))
+                plan = plan_chain(links, here)
+                assert plan is not None
+                if name in LARGE:
+                    compiled[label] = f"product_chain, {label}\n{nvrtc.report(SOURCE, defines=plan.defines)}"
+                continue
+            emulated = MODE == "interpret"
+            links = make_links(sizes, fp8=fp8, bias=bias, device=DEVICE, keep=guarded if emulated else lambda x: x)
+            x, residual = rand(1, sizes.attended, dtype=BF16), rand(1, sizes.hidden, dtype=BF16, scale=3)
+            want_stream, want_out = links64(links, x, residual)
+            for seed in range(3):
+                stream = residual.clone()
+                if emulated:
+                    out = run_emulated(links, here, x, stream, seed)
+                else:
+                    with early(seed == 2):
+                        found = ProductChain(links, replace(here, blocks=_processors()))(x, stream)
+                    assert found is not None
+                    out = found
+                check(f"{label}, stream", stream, want_stream, TOLERANCE)
+                check(f"{label}, output", out, want_out, TOLERANCE)
+
+
+def _processors() -> int:
+    return int(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+
+
+def test_inputs_of_any_size() -> None:
+    """E4m3 weights are multiplied by float16 inputs, which have to be brought into its range."""
+    if MODE != "device":
+        return
+    links = make_links(QWEN3_06B, fp8=True, bias=False, device=DEVICE)
+    for size in (1e-20, 1e-3, 3e5, 1e20):
+        x = rand(1, QWEN3_06B.attended, dtype=BF16, scale=size)
+        stream = torch.zeros(1, QWEN3_06B.hidden, dtype=BF16, device=DEVICE)
+        want = links64(links[:1], x, stream)[0]
+        ProductChain(links[:1])(x, stream)
+        check(f"inputs of {size}", stream, want)
+
+
+def test_a_graph_replays_it() -> None:
+    """Over and over with other inputs, beside launches that start early: the same numbers each time."""
+    if MODE != "device":
+        return
+    links = make_links(QWEN3_06B, fp8=False, bias=False, device=DEVICE)
+    chain = ProductChain(links)
+    x, start = rand(1, QWEN3_06B.attended, dtype=BF16), rand(1, QWEN3_06B.hidden, dtype=BF16)
+    stream = start.clone()
+    with early(True):
+        chain(x, stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            stream.copy_(start)
+            for _ in range(5):
+                out = chain(x, stream)
+    results: set[tuple[bytes, ...]] = set()
+    for _ in range(200):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert out is not None
+        results.add(tuple(one.view(torch.int16).cpu().numpy().tobytes() for one in (stream, out)))
+    assert len(results) == 1
+    assert int(_counter(DEVICE)) & 0x7FFFFFFF == 0
+
+
+def launches_of(links: list[Link], x: Tensor, residual: Tensor) -> Callable[[], object]:
+    """The same products as the engine launches them."""
+    output, gate_up, down, qkv = links
+
+    def run() -> Tensor:
+        linear(x, output.weight, weight_scale=output.scale, residual=residual, out=residual)
+        inner = linear(
+            residual, gate_up.weight, weight_scale=gate_up.scale, norm=gate_up.norm, eps=EPS, gated=True
+        )  # fmt: skip
+        linear(inner, down.weight, weight_scale=down.scale, residual=residual, out=residual)
+        return linear(residual, qkv.weight, weight_scale=qkv.scale, norm=qkv.norm, eps=EPS)
+
+    return run
+
+
+def shapes() -> dict[str, ChainShape]:
+    """What may matter, one at a time."""
+    base = replace(H200, blocks=_processors())
+    return {
+        "chain": base,
+        "ordinary arithmetic": replace(base, tensor=False),
+        "ring of 4 stages": replace(base, stages=4),
+        "ring of 6 stages": replace(base, stages=6),
+        "half of the registers": replace(base, resident=2),
+        "half of the registers, ring of 3 stages": replace(base, resident=2, stages=3),
+        "8 warps, 10 stages": replace(base, warps=8, stages=10),
+        "without waits": replace(base, waits=False),
+        "ordinary arithmetic, without waits": replace(base, tensor=False, waits=False),
+        "copies alone": replace(base, waits=False, multiplies=False),
+    }
+
+
+def bench_product_chain() -> Iterator[Row]:
+    """Microseconds of the products of a layer."""
+    if MODE != "device":
+        return
+    for name, fp8, copies in (
+        ("llama-8b", True, 4),
+        ("llama-8b", False, 3),
+        ("llama-70b", True, 2),
+        ("qwen3-0.6b", False, 16),
+        ("qwen3-0.6b", True, 24),
+    ):
+        sizes = LARGE[name]
+        layers = [make_links(sizes, fp8=fp8, bias=False, device=DEVICE) for _ in range(copies)]
+        x, residual = rand(1, sizes.attended, dtype=BF16), rand(1, sizes.hidden, dtype=BF16)
+        label, read = f"{name} {'fp8' if fp8 else 'bf16'}", sizes.weights * (1 if fp8 else 2)
+        with early(True):
+            usual = [launches_of(links, x, residual) for links in layers]
+            yield bandwidth(f"{label}, launches", time_us(usual), read)
+            for kind, shape in shapes().items():
+                if plan_chain(layers[0], shape) is None:
+                    continue  # no room for it
+                chains = [ProductChain(links, shape) for links in layers]
+                us = time_us([lambda chain=chain, x=x, r=residual: chain(x, r) for chain in chains])
+                yield bandwidth(f"{label}, {kind}", us, read)
+            yield bandwidth(f"{label}, launches again", time_us(usual), read)
+        chains = [ProductChain(links) for links in layers]
+        us = time_us([lambda chain=chain, x=x, r=residual: chain(x, r) for chain in chains])
+        yield bandwidth(f"{label}, chain, in order", us, read)
+        del layers, usual, chains
