@@ -47,7 +47,6 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_command_line_does_the_same(server: Server, default_model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "cli", default_model, rank=4, targets=("q_proj", "v_proj"))
 

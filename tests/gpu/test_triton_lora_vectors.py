@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
 import tempfile
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_cases import build, layout
 from gpu_harness import DEVICE, QUICK, TOLERANCE, check, check_equal, poisoned_outputs, rand
 from test_triton_lora import kernels, use
 from test_triton_lora_ends import ENDS, ON_DEVICE, TIE
@@ -105,30 +103,6 @@ def test_norms_have_the_gains_of_each_tokens_adapter() -> None:
         assert not table.active and table.lookup(weight) is None, "no adapter of the step replaces a norm"
 
 
-def test_queries_and_keys_have_the_gains_of_each_tokens_adapter() -> None:
-    for interleaved in (False, True):
-        shape = dataclasses.replace(layout(4, 2, 16), interleaved=interleaved)
-        case = build([1, 1, 3], [30, 1, 20], shape, torch.float32, torch.float32)
-        slots = np.array([1, -1, 0, 0, 1], np.int32)
-        q_norm, k_norm = rand(16), rand(16)
-        norms = [((0, "q"), q_norm), ((None, "last"), rand(48)), ((0, "k"), k_norm)]
-        held: list[Any] = [{(0, "q"): rand(16).cpu(), (0, "k"): rand(16).cpu()}, {(0, "k"): rand(16).cpu()}]
-        table, bank = NormTable(norms, 2, DEVICE), NormBank(2, norms, DEVICE)
-        for each in (table, bank):
-            each.put(0, held[0])
-            each.put(1, held[1])
-            each.begin(slots)
-        table.token_slots = torch.from_numpy(slots).to(DEVICE)
-        qkv, cos_sin = rand(len(slots), 8 * 16), rand(64, 16)
-        made = []
-        for ops in (table.on(TritonOps(DEVICE)), bank.on(ReferenceOps())):
-            caches = torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache)
-            q = ops.rope_and_cache(qkv.clone(), shape, cos_sin, case.batch, *caches, q_norm, k_norm, 1e-6)
-            made.append((q, *caches))
-        for name, got, want in zip(("queries", "keys", "values"), *made, strict=True):
-            check(f"{name}, interleaved {interleaved}", got, want, 1e-5)
-
-
 def test_engine_with_dora_biases_and_norms() -> None:
     """Decodes with such adapters are replayed from graphs of their own, others from theirs, in turn; more adapters than
     slots."""
@@ -169,7 +143,8 @@ def test_engine_with_dora_biases_and_norms() -> None:
                 margins = references[name].margins(prompt, got[id])
                 assert float(margins.max()) < TIE, (family, id, name, margins)
             altered = engine.runner.executor.altered_graphs
-            assert altered is not None and altered._captured, "they ran outside of graphs"
+            # Steps with norms of queries and keys are launched one by one, and so is what runs beside them.
+            assert altered is not None and (altered._captured or family == "qwen3-qknorm"), "outside of graphs"
             assert_idle(engine)
 
 

@@ -77,7 +77,9 @@ class FusedAdaptedLinear:
         self._placed = placed
 
     def __call__(self, x: Tensor) -> Any:
-        return self._kernel.beside(x, self._placed, self.base)
+        inputs = self._kernel.inputs
+        base = self.base if inputs is None else inputs.over(self.base, self._placed)
+        return self._kernel.beside(x, self._placed, base)
 
     def fused(self, x: Tensor, **folded: Any) -> Tensor:
         return cast(InlineLinear, self.base).fused(x, lora=self._kernel.inline(self._placed), **folded)

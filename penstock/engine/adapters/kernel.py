@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -24,6 +26,10 @@ class LoraKernel(Protocol):
     """What adapters do to single outputs; the same. `add` and its like end with it."""
     norms: Norms | None
     """The norms that adapters replace; the same."""
+    head_norms: HeadNormBank | None
+    """Those of queries and keys; the same."""
+    inputs: InputBank | None
+    """What adapters do to the inputs of linears; the same."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""
@@ -72,6 +78,7 @@ class AdaptedLinear:
         self._placed = placed
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.base(x)
+        inputs = self._kernel.inputs
+        y = (self.base if inputs is None else inputs.over(self.base, self._placed))(x)
         self._kernel.add(x, y, self._placed)
         return y

@@ -11,6 +11,8 @@ import torch
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
+from penstock.engine.adapters.head_norms import HeadNormBank, head_norms_in_layer
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.norm_tensors import NormNames
@@ -126,7 +128,14 @@ def adapt_model(
     if library is None:
         names = family_of(decoder.config.family).names
         offset, hidden = decoder.config.norm_offset, decoder.config.hidden_size
-        norms = NormNames(names.final_norm, norms_in_layer(decoder.config), hidden, offset, cut.layers)
+        norms = NormNames(
+            names.final_norm,
+            norms_in_layer(names),
+            head_norms_in_layer(decoder.config),
+            hidden,
+            offset,
+            cut.layers,
+        )
 
     def read(name: str, folder: Path) -> LoadedAdapter:
         return read_adapter(
@@ -158,6 +167,8 @@ def adapt_model(
             one_by_one=decoder.ops.batch_invariant,
         )
     kernel.vectors = backend.vector_bank(layout, slots)
+    kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
+    kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from penstock.bench.soak.engines import verify_everything
 from penstock.engine.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from penstock.errors import CheckpointError
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.tiny import write_checkpoint
 
 ARCHITECTURES = {"qwen3-next": "qwen3next", "qwen3.5": "qwen35", "qwen3.5-moe": "qwen35moe"}
@@ -41,6 +44,12 @@ NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+}
+DRAFTING = {
+    "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
 }
 REQUEST = greedy("r", [i * 7 % 199 for i in range(60)], 20)
 
@@ -67,8 +76,16 @@ def convert(
         heads = tensor[before:].reshape(keys, ratio, size, *tensor.shape[1:]).swapaxes(0, 1)
         return np.moveaxis(np.concatenate((tensor[:before], heads.reshape(tensor[before:].shape))), 0, axis)
 
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    stored, layers, drafting = load_file(folder / "model.safetensors"), config["num_hidden_layers"], 0
+    for name, tensor in stored.items():
         stem, _, suffix = name.rpartition(".")
+        if stem.startswith("mtp."):
+            drafting = 1
+        if stem in DRAFTING:
+            stem = f"blk.{layers}.{DRAFTING[stem]}"
+            tensors[f"{stem}.weight"] = tensor if stem.endswith("eh_proj") else tensor + 1
+            continue
+        stem = stem.replace("mtp.layers.0.", f"model.layers.{layers}.")
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             tensor = tensor + 1
         if stem in TOP:
@@ -105,7 +122,7 @@ def convert(
             tensors[f"{at}{NAMES[part]}.{suffix}"] = np.ascontiguousarray(tensor)
     tensors |= {name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
     given: dict[str, Any] = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": layers + drafting,
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "attention.head_count": config["num_attention_heads"],
@@ -130,6 +147,7 @@ def convert(
         given["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     if arch != "qwen3next":
         given["rope.dimension_sections"] = [11, 11, 10, 0]
+    given |= {"nextn_predict_layers": drafting} if drafting else {}
     given |= changed
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in given.items()}}
     plain = ("conv1d", "norm", "ssm_a", "ssm_dt", "gate_inp")
@@ -193,9 +211,37 @@ def test_quantized_files_run(family: tuple[Path, str]) -> None:
         assert len(generate(engine, REQUEST)["r"]) == 20
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3.5-moe", "qwen3-next"))]
+)
+def test_the_layer_that_drafts(family: str, tmp_path: Path) -> None:
+    """The converter counts it with the others: it is no part of the decoder, and drafts with `speculation: mtp`."""
+    folder = write_mtp(family, tmp_path)
+    file = convert(folder, ARCHITECTURES[family])
+    expected = generate(make_engine(folder), REQUEST)
+    assert generate(make_engine(file), REQUEST) == expected
+    alone, engine = (eager_engine(source, speculation="mtp") for source in (folder, file))
+    assert generate(engine, REQUEST) == generate(alone, REQUEST) == expected
+    assert engine.load_snapshot().accepted_tokens == alone.load_snapshot().accepted_tokens
+    assert engine.load_snapshot().draft_tokens > 5
+
+
+@pytest.mark.slow
+def test_ranks_draft_from_the_file(tmp_path: Path) -> None:
+    file = convert(write_mtp("qwen3.5-moe", tmp_path), "qwen35moe")
+    alone = eager_engine(file, speculation="mtp", num_blocks=100)
+    expected = generate(alone, REQUEST)
+    for grid in ((2, 1), (1, 2)):
+        with threaded_engine(file, *grid, speculation="mtp", num_blocks=100) as engine:
+            assert engine.speculation is not None
+            verify_everything(engine.speculation)
+            assert generate(engine, REQUEST) == expected
+            assert engine.load_snapshot().accepted_tokens == alone.load_snapshot().accepted_tokens
+
+
 def test_what_cannot_be_run_exactly_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint("qwen3.5-moe", tmp_path)
-    with pytest.raises(CheckpointError, match="nextn_predict_layers"):
-        GGUFCheckpoint(convert(folder, "qwen35moe", nextn_predict_layers=1))
+    with pytest.raises(CheckpointError, match="nextn_predict_layers is 4 of 4 layers"):
+        GGUFCheckpoint(convert(folder, "qwen35moe", nextn_predict_layers=4))
     with pytest.raises(CheckpointError, match=r"ssm\.inner_size"):
         GGUFCheckpoint(convert(folder, "qwen35moe", **{"ssm.time_step_rank": 7}))

@@ -23,20 +23,21 @@ def write_mtp(family: str, folder: Path) -> Path:
     changes = {key: value for key, value in ONE_LAYER.items() if key in config or key == "full_attention_interval"}
     if "layer_types" in config:
         changes["layer_types"] = ["full_attention"]
-    if family != "qwen3-next":
+    qwen = family.startswith("qwen")
+    if not qwen:
         changes.pop("full_attention_interval")
     layer = load_file(write_checkpoint(family, folder / "layer", spread=0.3, **changes) / "model.safetensors")
     random = torch.Generator().manual_seed(1)
-    hidden, offset = config["hidden_size"], float(family != "qwen3-next")
+    hidden, offset = config["hidden_size"], float(not qwen)
 
     def norm() -> Tensor:
         return offset + 0.2 * torch.randn(hidden, generator=random)
 
-    at = "mtp." if family == "qwen3-next" else f"model.layers.{config['num_hidden_layers']}."
+    at = "mtp." if qwen else f"model.layers.{config['num_hidden_layers']}."
     names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-    if family != "qwen3-next":
+    if not qwen:
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    prefix = "mtp.layers.0." if family == "qwen3-next" else at
+    prefix = "mtp.layers.0." if qwen else at
     tensors = load_file(target / "model.safetensors")
     found = {name: value for name, value in layer.items() if name.startswith("model.layers.0.")}
     tensors |= {name.replace("model.layers.0.", prefix): value for name, value in found.items()}
@@ -44,7 +45,8 @@ def write_mtp(family: str, folder: Path) -> Path:
         tensors[f"{at}{name}.weight"] = norm()
     tensors[f"{at}{names[2]}.weight"] = 0.15 * torch.randn(hidden, 2 * hidden, generator=random)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    # Qwen's own key for their number, `mtp_num_hidden_layers`, is one that the reference does not have.
+    (target / "config.json").write_text(json.dumps({**config, **({} if qwen else {"num_nextn_predict_layers": 1})}))
     layer["model.norm.weight"] = tensors[f"{at}{names[3]}.weight"]
     save_file(layer, folder / "layer" / "model.safetensors", metadata={"format": "pt"})
     return target

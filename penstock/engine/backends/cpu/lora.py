@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -32,6 +34,8 @@ class CpuLora:
         self.rows: RowBank | None = None
         self.vectors: Vectors | None = None
         self.norms: Norms | None = None
+        self.head_norms: HeadNormBank | None = None
+        self.inputs: InputBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -55,6 +59,10 @@ class CpuLora:
             self.vectors.put(slot, adapter.vectors)
         if self.norms is not None:
             self.norms.put(slot, adapter.norms)
+        if self.head_norms is not None:
+            self.head_norms.put(slot, adapter.head_norms)
+        if self.inputs is not None:
+            self.inputs.put(slot, adapter.inputs)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
@@ -66,6 +74,10 @@ class CpuLora:
             self.vectors.begin(slots)
         if self.norms is not None:
             self.norms.begin(slots)
+        if self.head_norms is not None:
+            self.head_norms.begin(slots)
+        if self.inputs is not None:
+            self.inputs.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)

@@ -202,7 +202,7 @@ class GraphExecutor(EagerExecutor):
         adapters = self._adapters
         if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
             return self.graphs
-        if adapters.replaces_rows(batch):
+        if adapters.by_host(batch):
             return None
         if adapters.alters(batch):
             return self.altered_graphs

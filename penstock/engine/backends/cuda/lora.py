@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -87,6 +89,8 @@ class TritonLora:
         self.rows: RowBank | None = None
         self.vectors: Vectors | None = None
         self.norms: Norms | None = None
+        self.head_norms: HeadNormBank | None = None
+        self.inputs: InputBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -113,6 +117,10 @@ class TritonLora:
             self.vectors.put(slot, adapter.vectors)
         if self.norms is not None:
             self.norms.put(slot, adapter.norms)
+        if self.head_norms is not None:
+            self.head_norms.put(slot, adapter.head_norms)
+        if self.inputs is not None:
+            self.inputs.put(slot, adapter.inputs)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -127,6 +135,10 @@ class TritonLora:
             self.vectors.begin(slots)
         if self.norms is not None:
             self.norms.begin(slots)
+        if self.head_norms is not None:
+            self.head_norms.begin(slots)
+        if self.inputs is not None:
+            self.inputs.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -141,7 +153,7 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
-        for bank in (self.rows, self.vectors, self.norms):
+        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs):
             if bank is not None:
                 bank.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)

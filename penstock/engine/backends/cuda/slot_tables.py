@@ -16,10 +16,9 @@ from torch import Tensor
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.vectors import SiteVectors
-from penstock.engine.backends.cuda.kernels import norm, rope
+from penstock.engine.backends.cuda.kernels import norm
 from penstock.engine.backends.cuda.kernels.alter import alter
 from penstock.engine.backends.cuda.kernels.own_gains import OwnGains
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 
 class SlotTables:
@@ -131,22 +130,3 @@ class NormTableOps:
     ) -> Any:
         own = self._table.lookup(weight, x_weight)
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self._base.pdl, own=own)
-
-    def rope_and_cache(
-        self,
-        qkv: Any,
-        layout: HeadLayout,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        kv_scales: tuple[Tensor, Tensor] | None = None,
-        key_smoothing: KeySmoothing | None = None,
-    ) -> Tensor:
-        return rope.rope_and_cache(
-            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_smoothing,
-            pdl=self._base.pdl, own=self._table.lookup(q_norm, k_norm),
-        )  # fmt: skip

@@ -137,6 +137,14 @@ class GGUFKeys:
         return numbers
 
 
+def drafting_layers(keys: GGUFKeys, config: HFConfig) -> dict[str, int]:
+    """How many layers a model has, and how many for multi-token prediction, which files count with the others."""
+    layers, further = config["num_hidden_layers"], keys.whole(NEXTN_KEY, 0)
+    if further >= layers:
+        raise CheckpointError(f"{NEXTN_KEY} is {further} of {layers} layers; the file is damaged")
+    return {"num_hidden_layers": layers - further, "num_nextn_predict_layers": further}
+
+
 def short_decimal(value: float) -> float:
     """The decimal that was rounded to float32 when a GGUF file was written (1e-5, not 9.9999997e-06)."""
     return float(f"{value:.7g}")

@@ -17,6 +17,7 @@ from penstock.engine.models.families.family import (
     GGUFKeys,
     HFConfig,
     count,
+    drafting_layers,
     flag,
     integer,
     layer_count,
@@ -67,17 +68,12 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    """The layers for multi-token prediction are counted with the others."""
     require_sigmoid(keys)
     normalized = keys("expert_weights_norm", False)
     if not isinstance(normalized, bool):
         raise CheckpointError(f"expert_weights_norm must be true or false, found {normalized!r:.80}")
-    layers, further = config["num_hidden_layers"], keys.whole("nextn_predict_layers", 0)
-    if further >= layers:
-        raise CheckpointError(f"nextn_predict_layers is {further} of {layers} layers; the file is damaged")
     return {
-        "num_hidden_layers": layers - further,
-        "num_nextn_predict_layers": further,
+        **drafting_layers(keys, config),
         "n_routed_experts": keys.whole("expert_count", 0),
         "n_shared_experts": keys.whole("expert_shared_count", 0),
         "num_experts_per_tok": keys.whole("expert_used_count", 0),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.families.family import (
+    NEXTN_KEY,
     ConfigFields,
     Family,
     GGUFFormat,
     GGUFKeys,
     HFConfig,
+    drafting_layers,
     flag,
     integer,
     layer_count,
@@ -27,7 +29,7 @@ _ROTATED = 0.25
 RECURRENT, ATTENTION = "linear_attention", "full_attention"
 HYBRID_READS = frozenset({
     "attention_bias", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "num_nextn_predict_layers",
 })  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 GGUF_READS = frozenset({
     "full_attention_interval", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size",
-    "ssm.time_step_rank",
+    "ssm.time_step_rank", NEXTN_KEY,
 })  # fmt: skip
 GGUF_EXPERTS = frozenset({
     "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
@@ -118,13 +120,14 @@ GGUF_TENSORS = {
 
 
 def hybrid_from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
-    """What delta nets are made of."""
+    """What delta nets are made of, and how many layers there are."""
     values, inner = key.whole("ssm.time_step_rank", 0), key.whole("ssm.inner_size", 0)
     if not values or inner % values:
         raise CheckpointError(
             f"GGUF key {key.architecture}.ssm.inner_size: {inner} is not a size of {values} heads (ssm.time_step_rank)"
         )
     return {
+        **drafting_layers(key, config),
         "full_attention_interval": key.whole("full_attention_interval", _INTERVAL),
         "linear_conv_kernel_dim": key.whole("ssm.conv_kernel", 0),
         "linear_num_key_heads": key.whole("ssm.group_count", 0),

@@ -22,7 +22,6 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 from penstock.engine.backends.cuda.kernels.head_gate import GatedRows
-from penstock.engine.backends.cuda.kernels.own_gains import OwnGains, own_arguments, own_gains
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 
@@ -45,7 +44,7 @@ def _gain(
     return gain
 
 
-@triton.jit(do_not_specialize=["gains", "norms", "q_own", "q_start", "k_own", "k_start"])
+@triton.jit
 def _rope_kernel(
     qkv_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
@@ -62,15 +61,6 @@ def _rope_kernel(
     key_scale_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
-    bank_ptr: tl.tensor,
-    held_ptr: tl.tensor,
-    token_slots_ptr: tl.tensor,
-    gains: tl.tensor,
-    norms: tl.tensor,
-    q_own: tl.tensor,
-    q_start: tl.tensor,
-    k_own: tl.tensor,
-    k_start: tl.tensor,
     qkv_stride: tl.tensor,
     eps: tl.tensor,
     HEADS: tl.constexpr,
@@ -89,8 +79,6 @@ def _rope_kernel(
     CENTRED: tl.constexpr,
     DELTA: tl.constexpr,
     GATES: tl.constexpr,
-    OWN_FIRST: tl.constexpr,
-    OWN_SECOND: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -127,21 +115,6 @@ def _rope_kernel(
     if K_NORM:
         k_gain_low = _gain(k_norm_ptr, head - HEADS, low_at, is_k, in_half, DIM, CENTRED)
         k_gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
-    if OWN_FIRST or OWN_SECOND:
-        adapter = tl.load(token_slots_ptr + token).to(tl.int64)
-        low_row = low_at[None, :]
-        high_row = high_at[None, :]
-        half_row = in_half[None, :]
-    if OWN_FIRST:
-        q_gain_low = own_gains(q_gain_low, bank_ptr, held_ptr, adapter, gains, norms, q_own, q_start, low_row, half_row)
-        q_gain_high = own_gains(
-            q_gain_high, bank_ptr, held_ptr, adapter, gains, norms, q_own, q_start, high_row, half_row
-        )
-    if OWN_SECOND:
-        k_gain_low = own_gains(k_gain_low, bank_ptr, held_ptr, adapter, gains, norms, k_own, k_start, low_row, half_row)
-        k_gain_high = own_gains(
-            k_gain_high, bank_ptr, held_ptr, adapter, gains, norms, k_own, k_start, high_row, half_row
-        )
     wait_for_inputs(PDL)
     place = head
     if GATES:  # each query is followed by the gate of its head
@@ -236,11 +209,8 @@ def rope_and_cache(
     key_smoothing: KeySmoothing | None = None,
     *,
     pdl: bool = False,
-    own: OwnGains | None = None,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`. `own`: of queries, then of keys; not for norms of each
-    head's own."""
-    assert own is None or not layout.centred_norms
+    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`."""
     gates = isinstance(x, GatedRows)
     qkv, delta, options = parts(x.rows if isinstance(x, GatedRows) else x)
     tokens, dim = qkv.shape[0], layout.head_dim
@@ -252,7 +222,6 @@ def rope_and_cache(
     all_heads = layout.heads + 2 * layout.kv_heads
     k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
     centre, key_scale = key_smoothing if key_smoothing is not None else (cos_sin, cos_sin)
-    arguments, owned = own_arguments(own, cos_sin)
     launch(
         _rope_kernel,
         (tokens, ceil_div(all_heads, head_block)),
@@ -270,7 +239,6 @@ def rope_and_cache(
         centre,
         key_scale,
         *delta,
-        *arguments,
         qkv.stride(0),
         eps,
         HEADS=layout.heads,
@@ -288,7 +256,6 @@ def rope_and_cache(
         INTERLEAVED=layout.interleaved,
         CENTRED=layout.centred_norms,
         **options,
-        **owned,
         GATES=gates,
         num_warps=2,
         pdl=pdl,

@@ -7,7 +7,7 @@ answer that is not streamed is the state after the last piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +23,6 @@ from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
-from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.sampling import first_given
 from penstock.gateway.generation.schemas import ChatMessage, served_tier
 from penstock.gateway.generation.tool_schemas import (
@@ -31,6 +30,7 @@ from penstock.gateway.generation.tool_schemas import (
     ToolCall,
 )
 from penstock.gateway.generation.turn import TurnRecorder
+from penstock.gateway.server_tools.steps import StepsRenderer
 from penstock.protocol.errors import ApiError
 
 QUEUED_EVENTS = 2
@@ -41,7 +41,7 @@ StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
 """Stores a response: its id, the object, the messages of the assistant."""
 
 
-class ResponseRenderer(Renderer):
+class ResponseRenderer(StepsRenderer):
     """See `Renderer`. `store` is given when the response is to be stored."""
 
     def __init__(
@@ -53,10 +53,11 @@ class ResponseRenderer(Renderer):
         store: StoreResponse | None,
         *,
         background: str | None = None,
-        first_event: int = 0,
+        first_event: int | None = None,
     ) -> None:
         """`background`: the id of a response in the background, empty before it has one; the first events, up to
-        `response.queued`, are not the renderer's then. `first_event`: the sequence number of its first event."""
+        `response.queued`, are not the renderer's then. `first_event`: the sequence number of its first event, in a
+        run that is not the first."""
         self._tools = tools
         self._call: CallWriter | None = None
         """Of the open item, if it is a call."""
@@ -66,6 +67,8 @@ class ResponseRenderer(Renderer):
         self._recorder = recorder
         self._store = store
         self._background = background is not None
+        if first_event is None:
+            first_event = 0 if background is None else QUEUED_EVENTS
         self._sequence = first_event - 1
         self._id = (background or "").removeprefix("resp_") or generation.id
         self._output: list[dict[str, Any]] = []
@@ -98,6 +101,9 @@ class ResponseRenderer(Renderer):
 
     def event(self, piece: Piece) -> bytes:
         return self._encode(self._steps(piece))
+
+    def tool_event(self, event: dict[str, Any]) -> bytes:
+        return b""  # the client runs all tools
 
     def closing(self) -> bytes:
         response = self._finished()
@@ -252,8 +258,11 @@ class ResponseRenderer(Renderer):
                 response["incomplete_details"]["stop_reason"] = TIME_LIMIT
         else:
             response["completed_at"] = int(time.time())
-        response["usage"] = usage_of(self._generation)
+        response["usage"] = self._usage()
         return response
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._generation.usage(), self._generation.cached_tokens)
 
     def _object(self, status: str) -> dict[str, Any]:
         return {**self._head, "status": status, "output": self._output}
@@ -276,12 +285,11 @@ class ResponseRenderer(Renderer):
         return said or [ChatMessage(role="assistant", content="")]  # it was cut off inside the thought
 
 
-def usage_of(generation: Generation) -> dict[str, Any]:
+def usage_of(usage: Mapping[str, object], cached_tokens: int) -> dict[str, Any]:
     """What was used, in the words of this API."""
-    usage = generation.usage()
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
