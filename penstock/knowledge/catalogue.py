@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.knowledge.entities import Collection, CollectionExists, Document, DocumentStatus
-from penstock.storage import Database, Row
+from penstock.knowledge.entities import Attribute, Collection, CollectionExists, Document, DocumentStatus
+from penstock.storage import Database, Row, Statement
 
 _VERSIONS = (
     (
@@ -35,15 +35,35 @@ _VERSIONS = (
         "version INTEGER NOT NULL, body BYTEA NOT NULL, PRIMARY KEY (collection, document), "
         "FOREIGN KEY (collection, document) REFERENCES documents (collection, id) ON DELETE CASCADE)",
     ),
+    (
+        "ALTER TABLE collections ADD COLUMN title TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE collections ADD COLUMN expires_days INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE collections ADD COLUMN last_active_at DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "ALTER TABLE documents ADD COLUMN chunk_tokens INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE documents ADD COLUMN overlap_tokens INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX IF NOT EXISTS collections_by_age ON collections (tenant, created_at, id)",
+        "CREATE INDEX IF NOT EXISTS documents_by_age ON documents (collection, created_at, id)",
+        "CREATE INDEX IF NOT EXISTS documents_by_id ON documents (id)",
+        "CREATE TABLE IF NOT EXISTS document_batches (id TEXT PRIMARY KEY, collection TEXT NOT NULL "
+        "REFERENCES collections (id) ON DELETE CASCADE, cancelled INTEGER NOT NULL, "
+        "created_at DOUBLE PRECISION NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS document_batches_by_age ON document_batches (collection, created_at)",
+        "CREATE TABLE IF NOT EXISTS document_batch_members (batch TEXT NOT NULL "
+        "REFERENCES document_batches (id) ON DELETE CASCADE, document TEXT NOT NULL, PRIMARY KEY (batch, document))",
+    ),
 )
 COLLECTION = (
-    "id, tenant, name, description, metadata, embedding_model, dimensions, chunk_tokens, overlap_tokens, created_at"
+    "id, tenant, name, description, metadata, embedding_model, dimensions, chunk_tokens, overlap_tokens, created_at, "
+    "title, expires_days, last_active_at"
 )
 DOCUMENT = (
     "collection, id, name, url, media_type, digest, size, metadata, status, error, chunks, chunks_done, tokens, "
-    "version, duplicate_of, created_at, updated_at"
+    "version, duplicate_of, created_at, updated_at, chunk_tokens, overlap_tokens"
 )
+ACTIVE_S = 60.0
+"""How exactly the last use of a collection is recorded."""
 _metadata = msgspec.json.Decoder(dict[str, str])
+_attributes = msgspec.json.Decoder(dict[str, Attribute])
 
 
 class Catalogue:
@@ -69,17 +89,20 @@ class Catalogue:
         dimensions: int,
         chunk_tokens: int,
         overlap_tokens: int,
+        title: str = "",
+        expires_days: int = 0,
     ) -> Collection:
+        now = self._clock()
         made = Collection(
             f"col_{uuid.uuid4().hex}", tenant, name, description, dict(metadata), embedding_model, dimensions,
-            chunk_tokens, overlap_tokens, self._clock(),
+            chunk_tokens, overlap_tokens, now, title, expires_days, now,
         )  # fmt: skip
         values = (
             made.id, tenant, name, description, encode_metadata(metadata), embedding_model, dimensions, chunk_tokens,
-            overlap_tokens, made.created_at,
+            overlap_tokens, now, title, expires_days, now,
         )  # fmt: skip
         changed = await self._database.execute(
-            f"INSERT INTO collections ({COLLECTION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            f"INSERT INTO collections ({COLLECTION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (tenant, name) DO NOTHING",
             *values,
         )
@@ -103,6 +126,43 @@ class Catalogue:
         )  # fmt: skip
         return [collection_of(row) for row in rows]
 
+    async def describe_collection(
+        self, collection: Collection, *, title: str, metadata: Mapping[str, str], expires_days: int
+    ) -> None:
+        await self._database.execute(
+            "UPDATE collections SET title = ?, metadata = ?, expires_days = ? WHERE id = ? AND tenant = ?",
+            title, encode_metadata(metadata), expires_days, collection.id, collection.tenant,
+        )  # fmt: skip
+
+    async def note_use(self, collection: Collection) -> None:
+        """The collection was searched or written to."""
+        now = self._clock()
+        if now - collection.used_at >= ACTIVE_S:
+            await self._database.execute(
+                "UPDATE collections SET last_active_at = ? WHERE id = ? AND last_active_at < ?",
+                now, collection.id, now,
+            )  # fmt: skip
+
+    async def expired_collections(self) -> list[Collection]:
+        """Some that nobody used for longer than they are to be kept, and that still have documents."""
+        rows = await self._database.fetch(
+            f"SELECT {COLLECTION} FROM collections WHERE expires_days > 0 AND "
+            "CASE WHEN last_active_at > 0 THEN last_active_at ELSE created_at END + expires_days * 86400.0 <= ? "
+            "AND EXISTS (SELECT 1 FROM documents WHERE documents.collection = collections.id) LIMIT 16",
+            self._clock(),
+        )
+        return [collection_of(row) for row in rows]
+
+    async def empty_collection(self, collection: Collection) -> None:
+        """Deletes its documents."""
+        await self._database.transact(
+            [
+                ("DELETE FROM contents WHERE collection = ?", (collection.id,)),
+                ("DELETE FROM documents WHERE collection = ?", (collection.id,)),
+                *_batches_of(collection),
+            ]
+        )
+
     async def collection_count(self, tenant: str) -> int:
         rows = await self._database.fetch("SELECT COUNT(*) FROM collections WHERE tenant = ?", tenant)
         return int(rows[0][0])
@@ -112,6 +172,7 @@ class Catalogue:
             [
                 ("DELETE FROM contents WHERE collection = ?", (collection.id,)),
                 ("DELETE FROM documents WHERE collection = ?", (collection.id,)),
+                *_batches_of(collection),
                 ("DELETE FROM collections WHERE id = ? AND tenant = ?", (collection.id, collection.tenant)),
             ]
         )
@@ -157,32 +218,38 @@ class Catalogue:
         media_type: str,
         charset: str,
         digest: str,
-        metadata: Mapping[str, str],
+        metadata: Mapping[str, Attribute],
         body: bytes,
+        chunk_tokens: int = 0,
+        overlap_tokens: int = 0,
+        distinct: bool = False,
+        error: str = "",
     ) -> Document:
-        """Adds or replaces a document; it is queued, or marked as a duplicate of one with the same content."""
+        """Adds or replaces a document; it is queued, or marked as a duplicate of one with the same content, unless it
+        is `distinct`. `error`: why it is not ingested at all."""
         now = self._clock()
         before = await self.document(collection.id, id)
-        same = await self.with_digest(collection.id, digest, but=id)
-        status: DocumentStatus = "queued" if same is None else "duplicate"
+        same = None if distinct or error else await self.with_digest(collection.id, digest, but=id)
+        status: DocumentStatus = "failed" if error else "queued" if same is None else "duplicate"
         twin = "" if same is None else same.id
         values = (
             collection.id, id, collection.tenant, name, url, media_type, charset, digest, len(body),
-            encode_metadata(metadata), status, twin, now, now,
+            encode_metadata(metadata), status, twin, now, now, error, chunk_tokens, overlap_tokens,
         )  # fmt: skip
         await self._database.transact(
             [
                 (
                     "INSERT INTO documents (collection, id, tenant, name, url, media_type, charset, digest, size, "
-                    "metadata, status, duplicate_of, created_at, updated_at, version, error, chunks, chunks_done, "
-                    "tokens, leased_until, attempts) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, '', 0, 0, 0, 0, 0) "
+                    "metadata, status, duplicate_of, created_at, updated_at, error, chunk_tokens, overlap_tokens, "
+                    "version, chunks, chunks_done, tokens, leased_until, attempts) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1, 0, 0, 0, 0, 0) "
                     "ON CONFLICT (collection, id) DO UPDATE SET name = excluded.name, url = excluded.url, "
                     "media_type = excluded.media_type, charset = excluded.charset, digest = excluded.digest, "
                     "size = excluded.size, metadata = excluded.metadata, status = excluded.status, "
                     "duplicate_of = excluded.duplicate_of, version = documents.version + 1, "
-                    "updated_at = excluded.updated_at, error = '', chunks = 0, chunks_done = 0, tokens = 0, "
-                    "leased_until = 0, attempts = 0",
+                    "chunk_tokens = excluded.chunk_tokens, overlap_tokens = excluded.overlap_tokens, "
+                    "updated_at = excluded.updated_at, error = excluded.error, chunks = 0, chunks_done = 0, "
+                    "tokens = 0, leased_until = 0, attempts = 0",
                     values,
                 ),
                 (
@@ -200,7 +267,9 @@ class Catalogue:
         assert found is not None
         return found
 
-    async def describe_document(self, document: Document, *, name: str, url: str, metadata: Mapping[str, str]) -> None:
+    async def describe_document(
+        self, document: Document, *, name: str, url: str, metadata: Mapping[str, Attribute]
+    ) -> None:
         """Changes a document's name, URL and metadata, not its content."""
         await self._database.execute(
             "UPDATE documents SET name = ?, url = ?, metadata = ?, updated_at = ? WHERE collection = ? AND id = ?",
@@ -232,6 +301,39 @@ class Catalogue:
             collection, after, *values, limit,
         )  # fmt: skip
         return [document_of(row) for row in rows]
+
+    async def attributes(self, collection: str) -> list[tuple[str, str]]:
+        """The ids of all documents that can be found, and their metadata as JSON."""
+        rows = await self._database.fetch(
+            "SELECT id, metadata FROM documents WHERE collection = ? AND status <> 'duplicate'", collection
+        )
+        return [(row[0], row[1]) for row in rows]
+
+    async def copies(self, tenant: str, id: str) -> list[tuple[Collection, Document]]:
+        """A tenant's documents with this id, in all collections."""
+        rows = await self._database.fetch(f"SELECT {DOCUMENT} FROM documents WHERE id = ? AND tenant = ?", id, tenant)
+        found = [(await self.collection(tenant, row[0]), document_of(row)) for row in rows]
+        return [(collection, document) for collection, document in found if collection is not None]
+
+    async def cancel_documents(self, collection: str, ids: Sequence[str]) -> list[str]:
+        """Takes documents out of the queue; returns those that were in it. What was begun for them is discarded, as for
+        documents that are replaced."""
+        cancelled = []
+        for id in ids:
+            changed = await self._database.transact(
+                [
+                    (
+                        "UPDATE documents SET status = 'cancelled', version = version + 1, chunks_done = 0, "
+                        "updated_at = ? WHERE collection = ? AND id = ? AND status IN ('queued', 'processing')",
+                        (self._clock(), collection, id),
+                    ),
+                    ("DELETE FROM contents WHERE collection = ? AND document = ?", (collection, id)),
+                ],
+                guarded=True,
+            )
+            if changed[0]:
+                cancelled.append(id)
+        return cancelled
 
     async def with_digest(self, collection: str, digest: str, *, but: str = "") -> Document | None:
         """The document with this content, except duplicates and failures; None if there is none."""
@@ -276,7 +378,17 @@ class Catalogue:
         )
 
 
-def encode_metadata(metadata: Mapping[str, str]) -> str:
+def _batches_of(collection: Collection) -> list[Statement]:
+    return [
+        (
+            "DELETE FROM document_batch_members WHERE batch IN (SELECT id FROM document_batches WHERE collection = ?)",
+            (collection.id,),
+        ),
+        ("DELETE FROM document_batches WHERE collection = ?", (collection.id,)),
+    ]
+
+
+def encode_metadata(metadata: Mapping[str, Attribute]) -> str:
     return msgspec.json.encode(dict(metadata)).decode()
 
 
@@ -287,5 +399,5 @@ def collection_of(row: Row) -> Collection:
 
 def document_of(row: Row) -> Document:
     values: list[Any] = list(row)
-    values[7] = _metadata.decode(values[7])
+    values[7] = _attributes.decode(values[7])
     return Document(*values)

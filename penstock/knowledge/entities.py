@@ -8,8 +8,13 @@ from typing import Literal
 
 from penstock.errors import PenstockError
 
-DocumentStatus = Literal["queued", "processing", "ready", "failed", "duplicate"]
-STATUSES: tuple[DocumentStatus, ...] = ("queued", "processing", "ready", "failed", "duplicate")
+DocumentStatus = Literal["queued", "processing", "ready", "failed", "duplicate", "cancelled"]
+STATUSES: tuple[DocumentStatus, ...] = ("queued", "processing", "ready", "failed", "duplicate", "cancelled")
+Attribute = str | bool | int | float
+"""A value of a document's metadata; searches may be restricted by them."""
+SERVER_FAILED = "The server failed on this document; its log says why."
+"""The error of a document that failed through no fault of its own."""
+DAY_S = 86400.0
 SearchMode = Literal["hybrid", "vector", "bm25"]
 
 
@@ -43,6 +48,20 @@ class Collection:
     chunk_tokens: int
     overlap_tokens: int
     created_at: float
+    title: str = ""
+    """What people call it, if that is not its name: any text, and not unique."""
+    expires_days: int = 0
+    """Days without use after which its documents are deleted; 0: never."""
+    last_active_at: float = 0.0
+    """When it was last searched or written to, to the minute; 0 where that was never recorded."""
+
+    @property
+    def used_at(self) -> float:
+        return self.last_active_at or self.created_at
+
+    @property
+    def expires_at(self) -> float | None:
+        return self.used_at + self.expires_days * DAY_S if self.expires_days else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,7 @@ class Document:
     digest: str
     """SHA-256 of the content: the same content is not ingested twice."""
     size: int
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, Attribute]
     status: DocumentStatus
     error: str = ""
     chunks: int = 0
@@ -69,6 +88,9 @@ class Document:
     duplicate_of: str = ""
     created_at: float = 0.0
     updated_at: float = 0.0
+    chunk_tokens: int = 0
+    """Size of its chunks; 0: that of its collection."""
+    overlap_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

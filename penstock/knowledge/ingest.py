@@ -19,7 +19,7 @@ from typing import Protocol
 from penstock.errors import PenstockError
 from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
 from penstock.knowledge.embedder import Embedded, Embedder
-from penstock.knowledge.entities import Chunk, KnowledgeError, UnreadableDocument
+from penstock.knowledge.entities import SERVER_FAILED, Chunk, KnowledgeError, UnreadableDocument
 from penstock.knowledge.late_interaction import pack
 from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, IngestQueue
 from penstock.knowledge.readers.process import ReaderProcess
@@ -167,14 +167,14 @@ class Ingestor:
         except Exception:
             # A bug of ours: only this document fails, the others are still ingested.
             log.exception("document could not be ingested", extra={"document": document.id})
-            await self._queue.fail(document, "The server failed on this document; its log says why.")
+            await self._queue.fail(document, SERVER_FAILED)
             self._told("failed", 0, 0, began)
 
     async def _forget(self, claim: Claim, *, failed: bool = False) -> None:
-        """Removes the chunks of a document that was deleted during ingestion, or that failed."""
+        """Removes the chunks of a document that was deleted or cancelled during ingestion, or that failed."""
         if not await self._queue.collection_exists(claim.collection):
             await self._stores.drop(claim.collection)
-        elif failed or not await self._queue.exists(claim.document):
+        elif failed or not await self._queue.wanted(claim.document):
             async with self._stores.use(claim.collection) as store:
                 await store.replace(claim.document.id, [])
 
@@ -192,8 +192,8 @@ class Ingestor:
             claim.charset,
             document.name,
             facts.tokenizer,
-            collection.chunk_tokens,
-            collection.overlap_tokens,
+            document.chunk_tokens or collection.chunk_tokens,
+            document.overlap_tokens if document.chunk_tokens else collection.overlap_tokens,
             self._most_chunks,
         )
         chunks = await process.read(task, claim.body)

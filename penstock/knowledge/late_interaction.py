@@ -77,6 +77,9 @@ class LateInteraction(Reranker):
 
         return score
 
+    def relevance(self, score: float) -> float:
+        return super().relevance(score / (1.0 + SIMILARITY))
+
 
 def _scores(
     by_token: Vectors, vector: Vectors, packed: Mapping[int, bytes], candidates: Sequence[Candidate]

@@ -128,12 +128,13 @@ class IngestQueue:
             document.collection, document.id, document.version,
         )  # fmt: skip
 
-    async def exists(self, document: Document) -> bool:
-        return bool(
-            await self._database.fetch(
-                "SELECT 1 FROM documents WHERE collection = ? AND id = ?", document.collection, document.id
-            )
-        )
+    async def wanted(self, document: Document) -> bool:
+        """Whether a document exists, in any version, and was not cancelled."""
+        rows = await self._database.fetch(
+            "SELECT 1 FROM documents WHERE collection = ? AND id = ? AND status <> 'cancelled'",
+            document.collection, document.id,
+        )  # fmt: skip
+        return bool(rows)
 
     async def collection_exists(self, collection: Collection) -> bool:
         return bool(await self._database.fetch("SELECT 1 FROM collections WHERE id = ?", collection.id))

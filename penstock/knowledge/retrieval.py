@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.knowledge.catalogue import Catalogue
 from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.entities import Collection, Document, KnowledgeError, Passage, SearchMode, StoredChunk
-from penstock.knowledge.fusion import fuse
+from penstock.knowledge.fusion import RANK_OFFSET, fuse
 from penstock.knowledge.terms import search_terms
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class Reranker(ABC):
     async def ready(self, question: Question) -> Scorer:
         """Work that needs no candidates; it runs while they are searched for."""
 
+    def relevance(self, score: float) -> float:
+        """A score as a number from 0 to 1."""
+        return min(max(score, 0.0), 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -91,8 +95,11 @@ class Retriever:
         candidates: int = 20,
         keep: int = 4,
         rerank: bool = True,
+        among: Sequence[str] | None = None,
+        weights: tuple[float, float] = (1.0, 1.0),
     ) -> Found:
-        """The best `keep` of the `candidates` found."""
+        """The best `keep` of the `candidates` found. `among`: only in these documents; `weights`: of vectors and of
+        words, where both are searched."""
         if collection.embedding_model != self._embedder.name and mode != "bm25":
             raise KnowledgeError(
                 f"The collection `{collection.name}` was embedded with `{collection.embedding_model}`, and this server "
@@ -103,7 +110,7 @@ class Retriever:
         try:
             async with self._stores.use(collection) as store:
                 ranked, scorer = await asyncio.gather(
-                    self._candidates(store, question, mode, candidates, watch),
+                    self._candidates(store, question, mode, candidates, watch, among, weights),
                     self._reranker.ready(question) if rerank else _no_scorer(),
                 )
                 keys = list(ranked)
@@ -130,14 +137,21 @@ class Retriever:
         return Found(passages, watch.seconds)
 
     async def _candidates(
-        self, store: ChunkStore, question: Question, mode: SearchMode, count: int, watch: _Watch
+        self,
+        store: ChunkStore,
+        question: Question,
+        mode: SearchMode,
+        count: int,
+        watch: _Watch,
+        among: Sequence[str] | None,
+        weights: tuple[float, float],
     ) -> dict[int, dict[str, float]]:
         """Keys in the order of the search, with their scores."""
         nearest, matching = await asyncio.gather(
-            self._nearest(store, question, count if mode != "bm25" else 0, watch),
-            self._matching(store, question.text, count if mode != "vector" else 0, watch),
+            self._nearest(store, question, count if mode != "bm25" else 0, watch, among),
+            self._matching(store, question.text, count if mode != "vector" else 0, watch, among),
         )
-        fused = fuse([[key for key, _ in ranking] for ranking in (nearest, matching)])[:count]
+        fused = fuse([[key for key, _ in ranking] for ranking in (nearest, matching)], weights)[:count]
         similar, worded = dict(nearest), dict(matching)
         return {
             key: {
@@ -148,19 +162,30 @@ class Retriever:
             for key, score in fused
         }
 
-    async def _nearest(self, store: ChunkStore, question: Question, count: int, watch: _Watch) -> Ranked:
+    def relevance(self, passage: Passage, weights: tuple[float, float] = (1.0, 1.0)) -> float:
+        """How well a passage fits, from 0 to 1; by its ranks where nothing was reranked."""
+        if "rerank" in passage.scores:
+            return self._reranker.relevance(passage.score)
+        most = max(sum(weights), 1e-9) / (RANK_OFFSET + 1)
+        return min(passage.score / most, 1.0)
+
+    async def _nearest(
+        self, store: ChunkStore, question: Question, count: int, watch: _Watch, among: Sequence[str] | None
+    ) -> Ranked:
         if not count:
             return []
         with watch("embed"):
             vector = (await question.embedded()).vectors[0]
         with watch("vector"):
-            return await store.nearest(vector, count)
+            return await store.nearest(vector, count, among)
 
-    async def _matching(self, store: ChunkStore, query: str, count: int, watch: _Watch) -> Ranked:
+    async def _matching(
+        self, store: ChunkStore, query: str, count: int, watch: _Watch, among: Sequence[str] | None
+    ) -> Ranked:
         if not count:
             return []
         with watch("bm25"):
-            return await store.matching(search_terms(query), count)
+            return await store.matching(search_terms(query), count, among)
 
     async def _documents(self, collection: Collection, chunks: Mapping[int, StoredChunk]) -> dict[str, Document]:
         """The documents of chunks; chunks without a document are being deleted and not shown."""

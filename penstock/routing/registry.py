@@ -42,6 +42,10 @@ class AnsweringModel(Protocol):
     def fingerprint(self) -> str: ...
 
     @property
+    def context_window(self) -> int | None:
+        """Tokens of prompt and answer together; None where that is not known."""
+
+    @property
     def sampling(self) -> SamplingDefaults:
         """For requests that give no values; not set where another server decides."""
 

@@ -347,8 +347,9 @@ class Supervisor:
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         now = time.monotonic()
-        self._reporter.timeline(StartTimeline.of([*self._gateways, *needed], started, self._prepared_s, now))
-        self._reporter.ready(infos, now - started)
+        timeline = StartTimeline.of([*self._gateways, *needed], started, self._prepared_s, now)
+        self._reporter.timeline(timeline)
+        self._reporter.ready(infos, timeline.ready_s)  # since the command was given, as the timeline says
         notify(READY, f"serving on {self._address}" if self._gateways else "running engines")
         self.announced.set()
         for unit in self._engines:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_harness import DEVICE, MODE, Row, bandwidth, check, rand, time_us
@@ -102,6 +103,32 @@ def test_hidden_states_equal_those_of_separate_launches() -> None:
                 for turn in range(3):
                     got, want = step(step.chained), step(step.usual)
                     check(f"{name}, fp8 {fp8}, early {early}, {turn}", got, want, 2e-2)
+
+
+@contextmanager
+def _shape(**changes: Any) -> Iterator[None]:
+    """Chains that are made inside have another launch shape."""
+    usual = product_chain.shape_on(DEVICE)
+    with patch.object(product_chain, "shape_on", lambda _: dataclasses.replace(usual, **changes)):
+        yield
+
+
+def tune_layers() -> Iterator[Row]:
+    """What a chain leaves to attention decides on a layer: shared memory, registers, and how far it reads ahead."""
+    if MODE != "device" or not offered():
+        return
+    for fp8 in (True, False):
+        step = Step(with_layers(named("llama-8b"), 6), fp8)
+        for changes in (
+            {}, {"stages": 3}, {"stages": 5}, {"stages": 6}, {"registers": 64}, {"registers": 128},
+            {"tensor": False}, {"tensor": False, "registers": 80}, {"warps": 8, "stages": 8}, {"waits": False}, {},
+        ):  # fmt: skip
+            with _shape(**changes):
+                chained = dataclasses.replace(step.chained)
+            _build([step], True)
+            with _early(True):
+                us = time_us([lambda step=step, decoder=chained: step(decoder)]) / len(chained.layers)
+            yield f"llama-8b {'fp8' if fp8 else 'bf16'}, a layer, {changes or 'as it is'}", us, ""
 
 
 def bench_layers() -> Iterator[Row]:

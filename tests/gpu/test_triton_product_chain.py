@@ -81,7 +81,9 @@ def test_products_are_those_of_float64() -> None:
                 plan = plan_chain(links, here)
                 assert plan is not None
                 if name in LARGE:
-                    compiled[label] = f"product_chain, {label}\n{nvrtc.report(SOURCE, defines=plan.defines)}"
+                    compiled[label] = (
+                        f"product_chain, {label}\n{nvrtc.report(SOURCE, defines=plan.defines, options=plan.options)}"
+                    )
                 continue
             emulated = MODE == "interpret"
             links = make_links(sizes, fp8=fp8, bias=bias, device=DEVICE, keep=guarded if emulated else lambda x: x)
@@ -164,11 +166,12 @@ def shapes() -> dict[str, ChainShape]:
     return {
         "chain": base,
         "ordinary arithmetic": replace(base, tensor=False),
-        "ring of 4 stages": replace(base, stages=4),
+        "ring of 3 stages": replace(base, stages=3),
+        "ring of 5 stages": replace(base, stages=5),
         "ring of 6 stages": replace(base, stages=6),
-        "half of the registers": replace(base, resident=2),
-        "half of the registers, ring of 3 stages": replace(base, resident=2, stages=3),
-        "8 warps, 10 stages": replace(base, warps=8, stages=10),
+        "64 registers": replace(base, registers=64),
+        "128 registers": replace(base, registers=128),
+        "8 warps, 8 stages": replace(base, warps=8, stages=8),
         "without waits": replace(base, waits=False),
         "ordinary arithmetic, without waits": replace(base, tensor=False, waits=False),
         "copies alone": replace(base, waits=False, multiplies=False),

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.knowledge.entities import Collection, CollectionExists, Document, KnowledgeError, TooMany
+from penstock.knowledge.filters import Comparison
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
+from penstock.knowledge.pages import Page
 from penstock.knowledge.queue import LEASE_S, IngestQueue
 from penstock.protocol.errors import EngineUnavailable
 from penstock.storage import DatabaseError
@@ -265,6 +267,84 @@ async def test_a_document_replaced_while_it_is_read_ends_as_the_last_version(tmp
         assert await texts(library, col, "words") == ["New words."]
 
 
+async def test_a_cancelled_batch_leaves_nothing(tmp_path: Path) -> None:
+    started, go = asyncio.Event(), asyncio.Event()
+
+    class Gated(HashingEmbedder):
+        async def embed(self, texts, *, bulk=False):  # type: ignore[no-untyped-def]
+            if bulk and "begun" in texts[0]:
+                started.set()
+                await go.wait()
+            return await super().embed(texts)
+
+    async with opened(tmp_path, Gated(), LibraryLimits(readers=1)) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "Whole words.", id="whole")
+        await settled(library, col)
+        await put(library, col, "Words that are begun.", id="begun")
+        await started.wait()
+        await put(library, col, "Waiting words.", id="waiting")
+        batch = await library.batches.add(col.id, ["whole", "begun", "waiting"])
+        await library.cancel(col, batch)
+        go.set()
+        assert await library.batches.counts(batch) == {"ready": 1, "cancelled": 2}
+        await put(library, col, "Later words.", id="later")  # read when the reader is done with the others
+        assert await settled(library, col) == {"ready": 2, "cancelled": 2}
+        assert sorted(await texts(library, col, "words")) == ["Later words.", "Whole words."]
+        again = await put(library, col, "Waiting words.", id="waiting")
+        assert again.status == "queued", "what was cancelled can be sent again"
+        assert await settled(library, col) == {"ready": 3, "cancelled": 1}
+
+
+async def _lists_batches_and_expiry(library: Library, col: Collection) -> None:
+    for number in range(4):
+        await put(library, col, f"Number {number}.", id=f"n{number}", distinct=True)  # type: ignore[arg-type]
+    await settled(library, col)
+    listed = library.listing
+    newest = await listed.documents(col.id, Page(2))
+    assert [one.id for one in newest] == ["n3", "n2", "n1"], "one more than asked for"
+    marks = [(one.created_at, one.id) for one in newest]
+    before = await listed.documents(col.id, Page(1, before=marks[2]))
+    assert [one.id for one in before] == ["n3", "n2"]
+    among = await listed.documents(col.id, Page(9, newest_first=False, after=marks[2]), statuses=["ready"])
+    assert [one.id for one in among] == ["n2", "n3"]
+    batch = await library.batches.add(col.id, ["n1", "n2", "gone"])
+    assert [one.id for one in await listed.documents(col.id, Page(9), batch=batch.id)] == ["n2", "n1"]
+    assert await library.batches.counts(batch) == {"ready": 2}
+    totals = (await listed.totals([col.id]))[col.id]
+    assert totals.by_status["ready"] == 5 and totals.bytes > 40
+    assert [one.id for one in await listed.collections("acme", Page(9))] == [col.id]
+    assert await library.batches.get("col_other", batch.id) is None
+
+    documents = library.catalogue
+    (n1,) = (await documents.some_documents(col.id, ["n1"])).values()
+    await documents.describe_document(n1, name="n1", url="", metadata={"year": 2024, "public": True})
+    assert await library.matching_documents(col, Comparison("gt", "year", 2023)) == ["n1"]
+    assert await texts(library, col, "number", among=["n1"]) == ["Number 1."]
+    await library.forget_file("other", "n1")
+    assert await documents.document(col.id, "n1") is not None
+    await library.forget_file("acme", "n1")
+    assert await documents.document(col.id, "n1") is None
+
+    await documents.describe_collection(col, title="Handbook", metadata={}, expires_days=1)
+    assert await documents.expired_collections() == []
+    await library._database.execute("UPDATE collections SET last_active_at = ?", time.time() - 86401)
+    (old,) = await documents.expired_collections()
+    assert old.title == "Handbook" and library.expired(old)
+    with pytest.raises(KnowledgeError, match="expired"):
+        await put(library, old, "More.")
+    await documents.empty_collection(old)
+    await library.stores.drop(old)
+    assert await documents.expired_collections() == [] and await library.batches.get(col.id, batch.id) is None
+
+
+async def test_lists_batches_and_expiry(tmp_path: Path) -> None:
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        await put(library, col, "First.", id="a")
+        await _lists_batches_and_expiry(library, col)
+
+
 async def test_limits_and_names(tmp_path: Path) -> None:
     limits = LibraryLimits(collections=2, documents=2, chunks=3)
     async with opened(tmp_path, limits=limits) as library:
@@ -317,6 +397,7 @@ async def test_the_whole_of_it_in_postgresql(pgvector_url: str) -> None:
         assert (await texts(library, col, "weeks for parents", keep=1)) == ["Parents get twelve weeks."]
         await library.remove_document(col, first)
         assert (await texts(library, col, "office opens")) == ["The office opens at eight."]
+        await _lists_batches_and_expiry(library, col)
         await library.remove_collection(col)
         assert await library.catalogue.collections("acme", limit=9) == []
     finally:

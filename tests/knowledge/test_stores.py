@@ -69,6 +69,22 @@ async def test_words_and_vectors_find_chunks(stores: ChunkStores) -> None:
         assert [one.chunk.ordinal for one in await store.of_document("two")] == [0, 1]
 
 
+async def test_a_search_among_some_documents_misses_nothing_of_theirs(stores: ChunkStores) -> None:
+    async with stores.use(collection()) as store:
+        await store.replace("far", await embedded("oil is mentioned here among many other things of the world"))
+        for number in range(30):  # all of them nearer, and with the word more often
+            await store.replace(f"near {number}", await embedded("oil oil", "pumps"))
+        (vector,) = (await embedder.embed(["oil"])).vectors
+        for among in (["far"], ["far", "nowhere"]):
+            keys = {one.key for one in await store.of_document("far")}
+            assert {key for key, _ in await store.nearest(vector, 5, among)} == keys
+            assert {key for key, _ in await store.matching(["oil"], 5, among)} == keys
+        assert await store.nearest(vector, 5, []) == [] == await store.matching(["oil"], 5, [])
+        some = await store.nearest(vector, 3, [f"near {number}" for number in range(5)])
+        assert len(some) == 3 and all(similarity > 0.99 for _, similarity in some)
+        assert dict(some).keys() <= dict(await store.nearest(vector, 31)).keys()
+
+
 async def test_replacing_and_removing_leave_nothing_behind(stores: ChunkStores) -> None:
     async with stores.use(collection()) as store:
         (vector,) = (await embedder.embed(["pumps need oil"])).vectors

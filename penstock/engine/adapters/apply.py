@@ -40,8 +40,9 @@ class GraphLora(LoraKernel, Protocol):
         """Tiles of a decode step of up to `tokens` tokens, as int32 arrays named like `TABLES`."""
         ...
 
-    def use(self, tables: dict[str, Tensor], tokens: int) -> None:
-        """Read the tiles of what follows from these device tensors, each [tokens]."""
+    def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
+        """Read the tiles of what follows from these device tensors, each [tokens]. `alters`: adapters may change single
+        outputs and norms, too."""
         ...
 
 
@@ -76,7 +77,9 @@ class FusedAdaptedLinear:
         self._placed = placed
 
     def __call__(self, x: Tensor) -> Any:
-        return self._kernel.beside(x, self._placed, self.base)
+        inputs = self._kernel.inputs
+        base = self.base if inputs is None else inputs.over(self.base, self._placed)
+        return self._kernel.beside(x, self._placed, base)
 
     def fused(self, x: Tensor, **folded: Any) -> Tensor:
         return cast(InlineLinear, self.base).fused(x, lora=self._kernel.inline(self._placed), **folded)

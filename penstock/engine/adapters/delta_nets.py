@@ -28,9 +28,17 @@ class _AdaptedColumns:
 
     def __call__(self, x: Tensor) -> Tensor:
         y, begin = self.base(x), 0
+        inputs = self._kernel.inputs
         for placed in self._sites:
             end = begin + placed.site.outputs
             part = y[:, begin:end].contiguous()
+            if inputs is not None:
+
+                def columns(rows: Tensor, at: slice = slice(begin, end)) -> Tensor:
+                    return self.base(rows)[:, at].contiguous()
+
+                over = inputs.over(columns, placed)
+                part = part if over is columns else over(x)
             self._kernel.add(x, part, placed)
             y[:, begin:end] = part
             begin = end

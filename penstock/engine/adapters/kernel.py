@@ -7,11 +7,13 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -20,10 +22,14 @@ class LoraKernel(Protocol):
 
     rows: RowBank | None
     """What adapters replace of embedding and head; None: none may. It is told of slots and steps as the kernel is."""
-    vectors: VectorBank | None
+    vectors: Vectors | None
     """What adapters do to single outputs; the same. `add` and its like end with it."""
-    norms: NormBank | None
+    norms: Norms | None
     """The norms that adapters replace; the same."""
+    head_norms: HeadNormBank | None
+    """Those of queries and keys; the same."""
+    inputs: InputBank | None
+    """What adapters do to the inputs of linears; the same."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""
@@ -72,6 +78,7 @@ class AdaptedLinear:
         self._placed = placed
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.base(x)
+        inputs = self._kernel.inputs
+        y = (self.base if inputs is None else inputs.over(self.base, self._placed))(x)
         self._kernel.add(x, y, self._placed)
         return y

@@ -1,13 +1,13 @@
 """Norms in an adapter's file: gains of those that were trained as a whole (`modules_to_save`).
 
-Norms that stand between layers, and those of queries and keys, are kept (`adapters.norms`); any other module that was
-saved must be the model's own.
+Norms that stand between layers are kept (`adapters.norms`), and those of queries and keys (`adapters.head_norms`); any
+other module that was saved must be the model's own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,9 @@ class NormNames:
     """The norms of a model that adapters may replace."""
 
     final: str
-    in_layer: Mapping[str, int]
-    """By name: how many gains each has."""
+    in_layer: Collection[str]
+    of_heads: Mapping[str, int]
+    """Those of queries and keys: how many gains each has."""
     hidden: int
     offset: float
     """What is added to stored gains."""
@@ -68,10 +69,13 @@ class NormTensors:
     def any(self) -> bool:
         return bool(self._keys)
 
-    def read(self, tensors: Any, hashed: Callable[[str, Tensor], None]) -> Mapping[Norm, Tensor] | None:
-        """By norm; None: there are none. Of a rank that has none of these layers it is empty."""
-        found: dict[Norm, Tensor] = {}
-        changes = False
+    def read(
+        self, tensors: Any, hashed: Callable[[str, Tensor], None]
+    ) -> tuple[Mapping[Norm, Tensor] | None, Mapping[Norm, Tensor] | None]:
+        """Those between layers and those of heads, by norm; None: there are none. Of a rank without these layers it is
+        empty."""
+        found: tuple[dict[Norm, Tensor], dict[Norm, Tensor]] = {}, {}
+        changes = [False, False]
         for path, key in sorted(self._keys.items()):
             value: Tensor = tensors.get_tensor(key)
             own = None if self.base is None else self.base.named(path)
@@ -83,22 +87,23 @@ class NormTensors:
                     f"{self.file}: cannot apply {key!r}: of modules_to_save, embedding, head, the norms between "
                     "layers and those of the heads of queries and keys may be changed"
                 )
-            size = self.names.hidden if norm[0] is None else self.names.in_layer[norm[1]]
+            of_heads = norm[0] is not None and norm[1] in self.names.of_heads
+            size = self.names.of_heads[norm[1]] if of_heads else self.names.hidden
             if tuple(value.shape) != (size,):
                 raise CheckpointError(f"{self.file}: {key!r} is {tuple(value.shape)}, not ({size},)")
             gains = value.float() + self.names.offset
             if not bool(gains.isfinite().all()):
                 raise CheckpointError(f"{self.file}: {key!r} holds values that are not finite")
             hashed(f"norm {path}", value)
-            changes = True
+            changes[of_heads] = True
             layer, module = norm
             first, last = self.names.layers
             if layer is None:
-                found[norm] = gains
+                found[0][norm] = gains
             elif first <= layer < last:
-                found[layer - first, module] = gains
+                found[of_heads][layer - first, module] = gains
         self._check_declared()
-        return found if changes else None
+        return found[0] if changes[0] else None, found[1] if changes[1] else None
 
     def _norm(self, path: str) -> Norm | None:
         if self.names is None:
@@ -106,13 +111,13 @@ class NormTensors:
         inside = _LAYER.fullmatch(path)
         if inside is not None:
             module = inside[2].removesuffix(".weight")
-            return (int(inside[1]), module) if module in self.names.in_layer else None
+            return (int(inside[1]), module) if module in (*self.names.in_layer, *self.names.of_heads) else None
         final = path == f"{self.names.final}.weight" or path.endswith(f".{self.names.final}.weight")
         return (None, self.names.final) if final else None
 
     def _check_declared(self) -> None:
         """PEFT saves every module that it was told to train."""
-        known = () if self.names is None else (self.names.final, *self.names.in_layer)
+        known = () if self.names is None else (self.names.final, *self.names.in_layer, *self.names.of_heads)
         for name in self.config.saved:
             if name in known and not any(f".{name}.weight" in f".{path}" for path in self._keys):
                 raise CheckpointError(f"{CONFIG}: modules_to_save has {name}, and {self.file} does not")

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
+from penstock.engine.adapters.input_tensors import InputTensors
+from penstock.engine.adapters.inputs import InputBlocks
 from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.norm_tensors import NormNames, NormTensors
 from penstock.engine.adapters.norms import Norm
@@ -71,6 +73,10 @@ class Packer:
     """What it does to single outputs of linears."""
     norms: Mapping[Norm, Tensor] | None
     """The norms that it replaces."""
+    head_norms: Mapping[Norm, Tensor] | None
+    """Those of queries and keys."""
+    inputs: InputBlocks | None
+    """What it does to the inputs of linears."""
 
     def __init__(
         self,
@@ -108,6 +114,7 @@ class Packer:
         self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
         self._vectors = VectorTensors(file, layout, cut, config, stored)
         self._norms = NormTensors(file, config, norms, stored)
+        self._inputs = InputTensors(file, cut, config)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
@@ -134,9 +141,9 @@ class Packer:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
                 ends.setdefault(match[1], {})[match[2]] = key
-            elif not any(each.take(key) for each in (self._whole, self._vectors, self._norms)):
+            elif not any(each.take(key) for each in (self._inputs, self._whole, self._vectors, self._norms)):
                 raise self._refusal(key)
-        converted = self.config.ranks is not None and (self._norms.any or self._whole.any)
+        converted = self.config.ranks is not None and (self._norms.any or self._whole.any or self._inputs.any)
         if not found and not ends and not self._vectors.any and not converted:
             raise CheckpointError(f"{self.file} holds no {self.config.kind} matrices")
         targets = [(self._end(module, pair), pair) for module, pair in sorted(ends.items())]
@@ -179,7 +186,8 @@ class Packer:
         self._vectors.outputs(self._biased, tensors, self._hash)
         self._vectors.biases(self._biased, tensors, self._hash)
         self.vectors = self._vectors.vectors()
-        self.norms = self._norms.read(tensors, self._hash)
+        self.norms, self.head_norms = self._norms.read(tensors, self._hash)
+        self.inputs = self._inputs.read(self._biased, tensors, self._hash)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
         site = self.cut.whole.sites[target.index]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import KnownMatrices
+from penstock.engine.adapters.inputs import InputBlocks
 from penstock.engine.adapters.kinds import as_lora, read_settings
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
 from penstock.engine.adapters.norm_tensors import NormNames
@@ -50,11 +51,22 @@ class LoadedAdapter:
     """What it does to single outputs of linears."""
     norms: Mapping[Norm, Tensor] | None = None
     """The norms that it replaces."""
+    inputs: InputBlocks | None = None
+    """What it does to the inputs of linears."""
+    head_norms: Mapping[Norm, Tensor] | None = None
+    """The norms of queries and keys that it replaces."""
+    kind: str = "LoRA"
+    """What PEFT's users call it."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "narrow", not self.ranks[1:].any())
+
+    @property
+    def by_host(self) -> bool:
+        """Whether it does what no captured step contains on any device: its steps are launched from the host."""
+        return any(each is not None for each in (self.rows, self.inputs, self.head_norms))
 
 
 def read_adapter(
@@ -112,10 +124,13 @@ def read_adapter(
     ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
     rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
     vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors
-    further = layout.touches_further(ranks) or not (rows is None and vectors is None and packer.norms is None)
-    return LoadedAdapter(
-        name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms
+    further = layout.touches_further(ranks) or any(
+        each is not None for each in (rows, vectors, packer.norms, packer.inputs, packer.head_norms)
     )
+    return LoadedAdapter(
+        name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms,
+        packer.inputs, packer.head_norms, config.kind,
+    )  # fmt: skip
 
 
 def random_adapter(

@@ -47,6 +47,8 @@ _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 was converted when saved."""
 
 
+_MOST_RANK = 8192
+"""Of what is converted: matrices are made on the way that are larger than those in the file."""
 _PLAIN_PATTERN = re.compile(r"\^?(?:\.\*)?(?:\\\.|[\w.])*\$?")
 """Patterns that are names, perhaps behind anything: those that PEFT writes. Others could take for ever to match."""
 
@@ -127,8 +129,11 @@ class LoraConfig:
         """What other kinds have in common with LoRA. `rank_key`, `alpha_key`: what they call these two, if they have
         them; `patterns`: whether modules may have others."""
         targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
+        rank = _rank(raw, rank_key, default_rank) if rank_key else 1
+        if rank > _MOST_RANK:
+            raise CheckpointError(f"{CONFIG}: {rank_key} is {rank}; other kinds than LoRA may have {_MOST_RANK}")
         return cls(
-            _rank(raw, rank_key, default_rank) if rank_key else 1,
+            rank,
             _alpha(raw, alpha_key) if alpha_key else 1,
             _strings(targets, "target_modules") if isinstance(targets, list) else None,
             _strings(raw.get("exclude_modules"), "exclude_modules"),

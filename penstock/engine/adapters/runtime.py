@@ -13,6 +13,7 @@ import torch
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.ends import BoundedHead
+from penstock.engine.adapters.head_norms import with_head_norms
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.norms import with_norms
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -49,7 +50,10 @@ class AdaptedModel:
         """The same with a decoder of that name, made when all others are connected to their ranks."""
         if self.kernel.norms is None or self.further is None:
             return self
-        return dataclasses.replace(self, altered=with_norms(self.further, self.kernel.norms))
+        altered = with_norms(self.further, self.kernel.norms)
+        if self.kernel.head_norms is not None:
+            altered = with_head_norms(altered, self.kernel.head_norms)
+        return dataclasses.replace(self, altered=altered)
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
         narrow = None if self.narrow is None else change(self.narrow)
@@ -127,16 +131,20 @@ class AdapterRuntime:
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
-    def launched_eagerly(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch replaces rows of embedding or head, or changes single outputs of linears
-        or norms: it is neither recorded nor captured."""
-        adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return self.alters(batch) or any(adapter is not None and adapter.rows is not None for adapter in adapters)
+    def by_host(self, batch: Batch) -> bool:
+        """Whether some adapter of a batch does what only the host can (`LoadedAdapter.by_host`): it is neither recorded
+        nor captured."""
+        return any(chunk.seq.adapter is not None and chunk.seq.adapter.by_host for chunk in batch.chunks)
 
     def alters(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch changes single outputs of linears, or norms."""
-        adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return any(one is not None and not (one.vectors is None and one.norms is None) for one in adapters)
+        """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""
+        adapters = {chunk.seq.adapter for chunk in batch.chunks} - {None}
+        return any(
+            each is not None
+            for one in adapters
+            if one is not None
+            for each in (one.vectors, one.norms, one.inputs, one.head_norms)
+        )
 
     def on_head(self, decoder: Decoder) -> bool:
         """Whether logits behind a decoder have adapters."""

@@ -1,4 +1,4 @@
-"""The endpoints of collections, their documents and their search."""
+"""The endpoints of collections, their documents and their search, and of vector stores, which are the same."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ from penstock.gateway.rag.document_endpoints import (
     FileQuery,
 )
 from penstock.gateway.rag.schemas import SearchRequest
+from penstock.gateway.rag.vector_stores.batch_endpoints import FileBatchEndpoints
+from penstock.gateway.rag.vector_stores.endpoints import VectorStoreEndpoints
+from penstock.gateway.rag.vector_stores.file_endpoints import VectorStoreFileEndpoints
+from penstock.gateway.rag.vector_stores.schemas import (
+    FileBatchRequest,
+    StoreFileChange,
+    StoreFileRequest,
+    StoreFilesQuery,
+    StoresQuery,
+    VectorStoreChange,
+    VectorStoreRequest,
+    VectorStoreSearchRequest,
+)
 
 KNOWLEDGE = (
     Endpoint(
@@ -108,5 +121,127 @@ KNOWLEDGE = (
         DocumentEndpoints.get_chunk,
         "A chunk, as citations name it.",
         "Knowledge",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores",
+        VectorStoreEndpoints.create_vector_store,
+        "Create a vector store, which is a collection.",
+        "Knowledge",
+        VectorStoreRequest,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores",
+        VectorStoreEndpoints.list_vector_stores,
+        "List vector stores.",
+        "Knowledge",
+        query=StoresQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores/{vector_store}",
+        VectorStoreEndpoints.get_vector_store,
+        "A vector store and the progress of its files.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores/{vector_store}",
+        VectorStoreEndpoints.change_vector_store,
+        "Change the name, metadata or expiry of a vector store.",
+        "Knowledge",
+        VectorStoreChange,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/vector_stores/{vector_store}",
+        VectorStoreEndpoints.delete_vector_store,
+        "Delete a vector store; its files stay.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores/{vector_store}/search",
+        VectorStoreEndpoints.search_vector_store,
+        "Search a vector store.",
+        "Knowledge",
+        VectorStoreSearchRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores/{vector_store}/files",
+        VectorStoreFileEndpoints.add_store_file,
+        "Add a file to a vector store.",
+        "Knowledge",
+        StoreFileRequest,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores/{vector_store}/files",
+        VectorStoreFileEndpoints.list_store_files,
+        "List the files of a vector store.",
+        "Knowledge",
+        query=StoreFilesQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores/{vector_store}/files/{file}",
+        VectorStoreFileEndpoints.get_store_file,
+        "A file of a vector store.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores/{vector_store}/files/{file}",
+        VectorStoreFileEndpoints.change_store_file,
+        "Change the attributes of a file in a vector store.",
+        "Knowledge",
+        StoreFileChange,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/vector_stores/{vector_store}/files/{file}",
+        VectorStoreFileEndpoints.remove_store_file,
+        "Remove a file from a vector store; the file stays.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores/{vector_store}/files/{file}/content",
+        VectorStoreFileEndpoints.store_file_content,
+        "The text that was read from a file.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores/{vector_store}/file_batches",
+        FileBatchEndpoints.create_file_batch,
+        "Add many files to a vector store.",
+        "Knowledge",
+        FileBatchRequest,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores/{vector_store}/file_batches/{batch}",
+        FileBatchEndpoints.get_file_batch,
+        "A batch of files and its progress.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/vector_stores/{vector_store}/file_batches/{batch}/cancel",
+        FileBatchEndpoints.cancel_file_batch,
+        "Cancel what a batch has not processed yet.",
+        "Knowledge",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/vector_stores/{vector_store}/file_batches/{batch}/files",
+        FileBatchEndpoints.list_batch_files,
+        "List the files of a batch.",
+        "Knowledge",
+        query=StoreFilesQuery,
     ),
 )

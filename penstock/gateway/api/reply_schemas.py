@@ -96,6 +96,22 @@ _DOCUMENT = obj(
 _CHUNK = obj(
     id=STRING, object=word("collection.chunk"), document_id=STRING, document=STRING, text=STRING, tokens=INTEGER
 )
+_FILE_COUNTS = obj(in_progress=INTEGER, completed=INTEGER, failed=INTEGER, cancelled=INTEGER, total=INTEGER)
+_VECTOR_STORE = obj(
+    id=STRING, object=word("vector_store"), created_at=INTEGER, name=STRING, usage_bytes=INTEGER,
+    file_counts=_FILE_COUNTS, status=word("in_progress", "completed", "expired"), expires_after=maybe(ANY_OBJECT),
+    expires_at=maybe(INTEGER), last_active_at=INTEGER, metadata=ANY_OBJECT,
+)  # fmt: skip
+_STORE_FILE = obj(
+    id=STRING, object=word("vector_store.file"), created_at=INTEGER, vector_store_id=STRING, usage_bytes=INTEGER,
+    status=word("in_progress", "completed", "failed", "cancelled"), last_error=maybe(obj(code=STRING, message=STRING)),
+    attributes=ANY_OBJECT, chunking_strategy=ANY_OBJECT,
+)  # fmt: skip
+_FILE_BATCH = obj(
+    id=STRING, object=word("vector_store.files_batch"), created_at=INTEGER, vector_store_id=STRING,
+    status=word("in_progress", "completed", "failed", "cancelled"), file_counts=_FILE_COUNTS,
+)  # fmt: skip
+_PARTS_OF_TEXT = obj(object=STRING, data=many(ANY_OBJECT), has_more=BOOLEAN, next_page=maybe(STRING))
 _CONVERSATION = obj(id=STRING, object=word("conversation"))
 _ERASED = obj(model=STRING, replica=STRING, blocks=INTEGER, failed=INTEGER)
 _CACHE = obj(object=word("cache"), answers=INTEGER, bytes=INTEGER, ttl_s=NUMBER)
@@ -171,6 +187,22 @@ _SCHEMAS: dict[str, Schema] = {
     "delete_document": _DELETED,
     "list_chunks": listing(_CHUNK),
     "get_chunk": _CHUNK,
+    "create_vector_store": _VECTOR_STORE,
+    "list_vector_stores": listing(_VECTOR_STORE, **_PAGE),
+    "get_vector_store": _VECTOR_STORE,
+    "change_vector_store": _VECTOR_STORE,
+    "delete_vector_store": _DELETED,
+    "search_vector_store": _PARTS_OF_TEXT,
+    "add_store_file": _STORE_FILE,
+    "list_store_files": listing(_STORE_FILE, **_PAGE),
+    "get_store_file": _STORE_FILE,
+    "change_store_file": _STORE_FILE,
+    "remove_store_file": _DELETED,
+    "store_file_content": _PARTS_OF_TEXT,
+    "create_file_batch": _FILE_BATCH,
+    "get_file_batch": _FILE_BATCH,
+    "cancel_file_batch": _FILE_BATCH,
+    "list_batch_files": listing(_STORE_FILE, **_PAGE),
     "show_cache": _CACHE,
     "show_all_caches": _CACHE,
     "evict_cache": obj(object=word("cache.evicted"), answers=INTEGER),
@@ -258,6 +290,7 @@ _SCHEMAS: dict[str, Schema] = {
     "list_adapters": listing(_ADAPTER),
     "load_adapter": _ADAPTER,
     "pin_adapter": _ADAPTER,
+    "delete_model": obj(id=STRING, object=STRING, deleted=BOOLEAN),
     "unload_adapter": obj(id=STRING, object=STRING, deleted=BOOLEAN),
     "erase_kv": obj(object=word("kv.erased"), tenant=STRING, shared=BOOLEAN, complete=BOOLEAN, data=many(_ERASED)),
     "sleep_model": _STATE,

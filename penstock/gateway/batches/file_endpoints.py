@@ -1,9 +1,10 @@
-"""/v1/files: the input and output files of batches. A file is text and belongs to the tenant that sent it."""
+"""/v1/files: the input and output files of batches, which are text, and documents for vector stores, of any media type.
+A file belongs to the tenant that sent it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
@@ -15,12 +16,15 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.multipart import FORM_ROOM, Field, read_form
 from penstock.gateway.app.pagination import NoQuery, page
 from penstock.gateway.app.uploads import UploadSlots
-from penstock.gateway.batches.files import File, FileStore
+from penstock.gateway.batches.files import DOCUMENT_PURPOSES, File, FileStore
 from penstock.gateway.batches.store import BatchStore
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
 from penstock.storage import DatabaseError
 
 JSONL = b"application/jsonl"
+BYTES = b"application/octet-stream"
+Deleted = Callable[[str, str], Awaitable[None]]
+"""Called with the tenant and the id of a document that is deleted."""
 LEAST_S, MOST_S = 3600, 30 * 86400
 """How long a file may be kept."""
 FILE_FORM: dict[str, Any] = {
@@ -28,8 +32,8 @@ FILE_FORM: dict[str, Any] = {
     "required": ["file", "purpose"],
     "additionalProperties": False,
     "properties": {
-        "file": {"type": "string", "format": "binary", "description": "JSON lines, UTF-8."},
-        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "format": "binary", "description": "JSON lines for a batch, else a document."},
+        "purpose": {"type": "string", "enum": ["batch", *DOCUMENT_PURPOSES]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": LEAST_S, "maximum": MOST_S},
     },
@@ -46,7 +50,11 @@ class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class FileEndpoints:
     """The files of a tenant."""
 
-    def __init__(self, files: FileStore, batches: BatchStore, config: BatchesConfig, uploads: UploadSlots) -> None:
+    def __init__(
+        self, files: FileStore, batches: BatchStore, config: BatchesConfig, uploads: UploadSlots, deleted: Deleted
+    ) -> None:
+        """`deleted`: removes a document from where it was copied to."""
+        self._deleted = deleted
         self._files = files
         self._batches = batches
         self._config = config
@@ -58,20 +66,19 @@ class FileEndpoints:
             body = await arrived.read()
             form = await asyncio.to_thread(read_form, exchange.header(b"content-type") or b"", body)
             del body
-            upload, keep_s = _checked(form)
+            upload, purpose, keep_s = _checked(form)
             if len(upload.content) > limit:
                 raise PayloadTooLarge(limit=limit, size=len(upload.content))
-            text = await asyncio.to_thread(_text, upload.content)
+            text = await asyncio.to_thread(_text, upload.content) if purpose == "batch" else ""
+            name, caller = file_name(upload.filename, purpose), exchange.caller
             try:
-                await check_room(files, self._config, exchange.caller.tenant, len(upload.content), "file")
-                made = await files.create(
-                    exchange.caller.tenant,
-                    file_name(upload.filename),
-                    "batch",
-                    text,
-                    user=exchange.caller.user,
-                    keep_s=keep_s,
-                )
+                await check_room(files, self._config, caller.tenant, len(upload.content), "file")
+                if purpose == "batch":
+                    made = await files.create(caller.tenant, name, purpose, text, user=caller.user, keep_s=keep_s)
+                else:
+                    made = await files.create_document(
+                        caller.tenant, name, purpose, upload.content, user=caller.user, keep_s=keep_s
+                    )
             except DatabaseError as error:
                 raise away() from error
         await exchange.reply_json(made.shown())
@@ -108,6 +115,8 @@ class FileEndpoints:
             file = await _found(files, exchange, exchange.path.rpartition("/")[2])
             if await self._batches.uses(file.id):
                 raise InvalidRequest(f"`{file.id}` is being read by a batch; cancel that first.", code="file_in_use")
+            if file.purpose in DOCUMENT_PURPOSES:  # first, so that a failure leaves something to delete again
+                await self._deleted(exchange.caller.tenant, file.id)
             await files.delete(file.id)
         except DatabaseError as error:
             raise away() from error
@@ -120,12 +129,8 @@ class FileEndpoints:
             file = await _found(files, exchange, exchange.path.split("/")[-2])
         except DatabaseError as error:
             raise away() from error
-        await exchange.reply_parts(_encoded(files, file.id), file.bytes, JSONL)
-
-
-async def _encoded(files: FileStore, id: str) -> AsyncIterator[bytes]:
-    async for part in files.content(id):
-        yield part.encode()
+        kind = BYTES if file.purpose in DOCUMENT_PURPOSES else JSONL
+        await exchange.reply_parts(files.pieces(file), file.bytes, kind)
 
 
 async def check_room(files: FileStore, config: BatchesConfig, tenant: str, size: int, param: str) -> None:
@@ -141,13 +146,18 @@ async def check_room(files: FileStore, config: BatchesConfig, tenant: str, size:
 
 
 def check_purpose(purpose: str) -> None:
-    if purpose != "batch":
-        raise InvalidRequest("`purpose` must be `batch`: nothing else uses files here.", param="purpose")
+    if purpose not in ("batch", *DOCUMENT_PURPOSES):
+        documents = " or ".join(f"`{name}`" for name in DOCUMENT_PURPOSES)
+        raise InvalidRequest(
+            f"`purpose` must be `batch`, or {documents} for a document of a vector store; there is no other.",
+            param="purpose",
+        )
 
 
-def file_name(sent: str) -> str:
+def file_name(sent: str, purpose: str) -> str:
     """The name of a file, without the folder that a client may have sent."""
-    return sent.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
+    unnamed = "file.jsonl" if purpose == "batch" else "file"
+    return sent.rpartition("/")[2].replace("\0", "")[:256] or unnamed
 
 
 def away() -> ServiceUnavailable:
@@ -161,15 +171,16 @@ async def _found(files: FileStore, exchange: Exchange, id: str) -> File:
     return file
 
 
-def _checked(form: dict[str, Field]) -> tuple[Field, float | None]:
-    """The file and how long to keep it; raises `InvalidRequest` when the form is wrong."""
+def _checked(form: dict[str, Field]) -> tuple[Field, str, float | None]:
+    """The file, its purpose and how long to keep it; raises `InvalidRequest` when the form is wrong."""
     for name in form:
         if name not in FILE_FORM["properties"]:
             raise InvalidRequest(f"Unknown parameter: `{name[:64]}`.", param=name[:64], code="unknown_parameter")
     for name in ("file", "purpose"):
         if name not in form:
             raise InvalidRequest(f"Missing required parameter: `{name}`.", param=name, code="missing_parameter")
-    check_purpose(_word(form["purpose"]))
+    purpose = _word(form["purpose"])
+    check_purpose(purpose)
     if not form["file"].content:
         raise InvalidRequest("The file is empty.", param="file")
     keep_s = None
@@ -181,7 +192,7 @@ def _checked(form: dict[str, Field]) -> tuple[Field, float | None]:
                 param="expires_after",
             )
         keep_s = float(seconds)
-    return form["file"], keep_s
+    return form["file"], purpose, keep_s
 
 
 def _word(field: Field | None) -> str:

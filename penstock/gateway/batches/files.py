@@ -1,4 +1,5 @@
-"""Files of tenants in the table store: text, split at line ends into parts, so that no statement is large.
+"""Files of tenants in the table store, in parts, so that no statement is large: those of batches are text and split at
+line ends, documents are bytes.
 
 A file becomes visible when it is complete; incomplete files of aborted uploads and batches are removed later. A file
 belongs to a tenant, and to a user if a user's key made it, and is invisible to others.
@@ -18,6 +19,8 @@ from penstock.storage import Database, Row, Statement
 
 PART = 512 * 1024
 """Characters of a part; a longer line makes a longer part."""
+PIECE = 2**20
+"""Bytes of a part of a document."""
 UNFINISHED_S = 3600.0
 _VERSIONS = (
     (
@@ -29,7 +32,13 @@ _VERSIONS = (
         "CREATE INDEX IF NOT EXISTS files_by_tenant ON files (tenant, created_at)",
     ),
     ("ALTER TABLE files ADD COLUMN user_id TEXT NOT NULL DEFAULT ''",),
+    (
+        "CREATE TABLE IF NOT EXISTS file_pieces (file_id TEXT NOT NULL, number INTEGER NOT NULL, "
+        "content BYTEA NOT NULL, PRIMARY KEY (file_id, number))",
+    ),
 )
+DOCUMENT_PURPOSES = ("assistants", "user_data")
+"""Purposes of files that are documents of vector stores, of any media type."""
 _COLUMNS = "id, tenant, filename, purpose, bytes, created_at, expires_at"
 
 
@@ -80,7 +89,7 @@ class FileWriter:
     async def finished(self) -> Statement:
         """Write the rest; returns the statement that makes the file visible."""
         await self._flush()
-        return "UPDATE files SET complete = 1, bytes = ? WHERE id = ?", (self._bytes, self.file.id)
+        return _published(self.file, self._bytes)
 
     async def _flush(self) -> None:
         if not self._waiting:
@@ -92,6 +101,25 @@ class FileWriter:
         self._parts += 1
         self._bytes += len(content.encode())
         self._waiting, self._size = [], 0
+
+
+class DocumentWriter:
+    """The same for a file of bytes, which may be cut anywhere."""
+
+    def __init__(self, database: Database, file: File) -> None:
+        self._database = database
+        self.file = file
+        self._pieces = self._bytes = 0
+
+    async def add(self, piece: bytes) -> None:
+        await self._database.execute(
+            "INSERT INTO file_pieces (file_id, number, content) VALUES (?, ?, ?)", self.file.id, self._pieces, piece
+        )
+        self._pieces += 1
+        self._bytes += len(piece)
+
+    def finished(self) -> Statement:
+        return _published(self.file, self._bytes)
 
 
 class FileStore:
@@ -128,6 +156,23 @@ class FileStore:
             await writer.add(part)
         await self._database.transact([await writer.finished()])
         return msgspec.structs.replace(writer.file, bytes=len(text.encode()))
+
+    async def begin_document(
+        self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
+    ) -> DocumentWriter:
+        return DocumentWriter(
+            self._database, (await self.begin(tenant, filename, purpose, user=user, keep_s=keep_s)).file
+        )
+
+    async def create_document(
+        self, tenant: str, filename: str, purpose: str, body: bytes, *, user: str = "", keep_s: float | None = None
+    ) -> File:
+        """A file of bytes, see `DOCUMENT_PURPOSES`."""
+        writer = await self.begin_document(tenant, filename, purpose, user=user, keep_s=keep_s)
+        for start in range(0, len(body), PIECE):
+            await writer.add(body[start : start + PIECE])
+        await self._database.transact([writer.finished()])
+        return msgspec.structs.replace(writer.file, bytes=len(body))
 
     async def get(self, id: str, tenant: str, user: str | None = None) -> File | None:
         """`user`: only if the file is this user's."""
@@ -183,10 +228,27 @@ class FileStore:
             yield rows[0][0]
             number += 1
 
+    async def pieces(self, file: File) -> AsyncIterator[bytes]:
+        """The content of a file of any purpose."""
+        if file.purpose in DOCUMENT_PURPOSES:
+            async for piece in self.pieces_of(file.id):
+                yield piece
+        else:
+            async for part in self.content(file.id):
+                yield part.encode()
+
+    async def pieces_of(self, id: str) -> AsyncIterator[bytes]:
+        """The content of a document."""
+        number = 0
+        while rows := await self._database.fetch(
+            "SELECT content FROM file_pieces WHERE file_id = ? AND number = ?", id, number
+        ):
+            yield bytes(rows[0][0])
+            number += 1
+
     async def delete(self, id: str) -> None:
-        await self._database.transact(
-            [("DELETE FROM files WHERE id = ?", (id,)), ("DELETE FROM file_parts WHERE file_id = ?", (id,))]
-        )
+        tables = {"files": "id", "file_parts": "file_id", "file_pieces": "file_id"}
+        await self._database.transact([(f"DELETE FROM {name} WHERE {key} = ?", (id,)) for name, key in tables.items()])
 
     async def sweep(self) -> None:
         """Remove expired files, and old files that were never completed."""
@@ -197,6 +259,10 @@ class FileStore:
         for (id,) in rows:
             await self.delete(id)
         await self.uploads.sweep()
+
+
+def _published(file: File, size: int) -> Statement:
+    return "UPDATE files SET complete = 1, bytes = ? WHERE id = ?", (size, file.id)
 
 
 def parts(text: str) -> Iterator[str]:

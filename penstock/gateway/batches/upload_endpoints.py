@@ -27,7 +27,7 @@ from penstock.gateway.batches.file_endpoints import (
     refuse_binary,
     refuse_nul,
 )
-from penstock.gateway.batches.files import FileStore
+from penstock.gateway.batches.files import DOCUMENT_PURPOSES, DocumentWriter, FileStore, FileWriter
 from penstock.gateway.batches.uploads import MOST_PARTS, Upload
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimitExceeded
 from penstock.storage import DatabaseError
@@ -102,7 +102,7 @@ class UploadEndpoints:
             await check_room(self._files, self._config, caller.tenant, asked.bytes, "bytes")
             made = await self._uploads.create(
                 caller.tenant,
-                file_name(asked.filename),
+                file_name(asked.filename, asked.purpose),
                 asked.purpose,
                 mime_type=asked.mime_type.replace("\0", ""),
                 size=asked.bytes,
@@ -203,20 +203,29 @@ class UploadEndpoints:
 
     async def _assemble(self, upload: Upload, asked: CompleteRequest) -> None:
         """Write the file; nothing is left of it where another request has ended the upload meanwhile."""
-        writer = await self._files.begin(
-            upload.tenant, upload.filename, upload.purpose, user=upload.user_id, keep_s=upload.keep_s
-        )
+        files, name, user, keep_s = self._files, upload.filename, upload.user_id, upload.keep_s
+        writer: DocumentWriter | FileWriter
+        if upload.purpose in DOCUMENT_PURPOSES:
+            writer = await files.begin_document(upload.tenant, name, upload.purpose, user=user, keep_s=keep_s)
+        else:
+            writer = await files.begin(upload.tenant, name, upload.purpose, user=user, keep_s=keep_s)
         published = False
         try:
             digest = hashlib.md5(usedforsecurity=False)
             content = self._uploads.content(asked.part_ids)
-            async for lines in _lines(content, digest, self._config.file_limit):
-                await writer.add(lines)
+            if isinstance(writer, DocumentWriter):
+                async for piece in content:
+                    digest.update(piece)
+                    await writer.add(piece)
+                statement = writer.finished()
+            else:
+                async for lines in _lines(content, digest, self._config.file_limit):
+                    await writer.add(lines)
+                statement = await writer.finished()
             if asked.md5 is not None and digest.hexdigest() != asked.md5.lower():
                 raise InvalidRequest(
                     f"The MD5 sum of the parts in this order is {digest.hexdigest()}.", param="md5", code="md5_mismatch"
                 )
-            statement = await writer.finished()
             published = await self._uploads.complete(upload, writer.file.id, asked.part_ids, statement)
         finally:
             if not published:

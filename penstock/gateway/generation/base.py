@@ -129,6 +129,10 @@ class Generation(ABC):
         """Pass the text of every choice through a guard."""
 
     @abstractmethod
+    def cite(self, sources: Sources, *, attribute: bool) -> None:
+        """Resolve the citations of every choice. `attribute`: see `Sources.citer`."""
+
+    @abstractmethod
     def cut(self, index: int) -> None:
         """End a choice because of its content. The caller shows nothing more of it."""
 

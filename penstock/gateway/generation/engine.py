@@ -151,7 +151,6 @@ class EngineGeneration(Generation):
         ]
 
     def cite(self, sources: Sources, *, attribute: bool) -> None:
-        """Resolve the citations of every choice. `attribute`: see `Sources.citer`."""
         self.sources = sources
         for choice in self.choices:
             choice.citer = sources.citer(attribute=attribute)

@@ -231,7 +231,6 @@ class RemoteGeneration(Generation):
             choice.guard, choice.thought_guard = make(), make()
 
     def cite(self, sources: Sources, *, attribute: bool) -> None:
-        """Resolve the citations of every choice. `attribute`: see `Sources.citer`."""
         self.sources = sources
         for choice in self.choices:
             choice.citer = sources.citer(attribute=attribute)

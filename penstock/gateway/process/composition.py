@@ -40,6 +40,7 @@ from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.background import BackgroundResponses
 from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
+from penstock.gateway.api.openai.responses.file_search_loop import SearchParts
 from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
@@ -86,9 +87,14 @@ from penstock.gateway.rag.collection_endpoints import CollectionEndpoints
 from penstock.gateway.rag.document_endpoints import DocumentEndpoints
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import CollectionSearch
+from penstock.gateway.rag.vector_stores.attachment import Attachment
+from penstock.gateway.rag.vector_stores.batch_endpoints import FileBatchEndpoints
+from penstock.gateway.rag.vector_stores.endpoints import VectorStoreEndpoints
+from penstock.gateway.rag.vector_stores.file_endpoints import VectorStoreFileEndpoints
+from penstock.gateway.rag.vector_stores.file_search import FileSearches
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
+from penstock.gateway.server_tools.answers import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
-from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
 from penstock.identity.data_rules import DataRules
 from penstock.metering.audit import AuditLog
@@ -393,6 +399,7 @@ async def compose(
         limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
+        attachment = Attachment(knowledge, None if stores is None else stores.files, uploads)
         models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
         embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
         catalogue = Catalogue(registry, permissions, encoders, routes)
@@ -400,7 +407,14 @@ async def compose(
             ChatEndpoints(pipeline, conversations, server_tools, chats),
             optional.of_stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
-            ResponseEndpoints(pipeline, conversations, responses, detached),
+            ResponseEndpoints(
+                pipeline,
+                conversations,
+                responses,
+                detached,
+                FileSearches(knowledge),
+                SearchParts(pipeline, settings.tools, request_log.add),
+            ),
             CompactionEndpoints(pipeline, ResponseReferences(responses, permissions)),
             StoredResponseEndpoints(responses, permissions, detached),
             MessageEndpoints(pipeline),
@@ -417,6 +431,9 @@ async def compose(
             optional.of_conversation_items(sessions, guardrails, limit),
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
+            VectorStoreEndpoints(knowledge, attachment, encoder_work, limit),
+            VectorStoreFileEndpoints(knowledge, attachment, limit),
+            FileBatchEndpoints(knowledge, attachment, limit),
             ToolEndpoints(tools, limit),
             optional.of_cache(cache, permissions),
             TraceEndpoints(
@@ -437,7 +454,9 @@ async def compose(
             HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
-        endpoints += optional.of_store(settings, stores, runner, permissions, quotas, cache, workers, uploads)
+        endpoints += optional.of_store(
+            settings, stores, runner, permissions, quotas, cache, workers, uploads, knowledge.forget_file
+        )
         yield Gateway(
             settings=settings,
             bodies=Bodies(settings.body_memory, settings.body_disk),

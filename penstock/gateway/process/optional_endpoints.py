@@ -19,7 +19,7 @@ from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.app.endpoint import Unavailable
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
-from penstock.gateway.batches.file_endpoints import FileEndpoints
+from penstock.gateway.batches.file_endpoints import Deleted, FileEndpoints
 from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.upload_endpoints import UploadEndpoints
@@ -94,13 +94,14 @@ def of_store(
     cache: ResponseCache | ResponseCacheOff,
     workers: WorkerGroup,
     uploads: UploadSlots,
+    deleted: Deleted,
 ) -> Sequence[object]:
-    """Those of files, batches, feedback, usage, accounts and identities."""
+    """Those of files, batches, feedback, usage, accounts and identities. `deleted`: told of every deleted document."""
     if stores is None or runner is None:
         return _WITHOUT_STORE
     limit = settings.body_limit
     return [
-        FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
+        FileEndpoints(stores.files, stores.batches, settings.batches, uploads, deleted),
         UploadEndpoints(stores.files, settings.batches, uploads, limit),
         BatchEndpoints(stores.batches, stores.files, runner, limit),
         MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),

@@ -71,7 +71,7 @@ class _Sent:
 
 
 class DocumentsQuery(PageQuery):
-    status: Literal["queued", "processing", "ready", "failed", "duplicate"] | None = None
+    status: Literal["queued", "processing", "ready", "failed", "duplicate", "cancelled"] | None = None
 
 
 _document_request = msgspec.json.Decoder(DocumentRequest)

@@ -63,16 +63,19 @@ class KnowledgeLibrary:
         if self._url is None or self._encoder() is None:
             return
         try:
-            if self._url.startswith(SQLITE):
-                exists = await asyncio.to_thread(Path(self._url.removeprefix(SQLITE)).exists)
-            else:
+            if not self._url.startswith(SQLITE):
                 self._shared = None if self.config.url else store
-                exists = self._shared is None or await _has_tables(self._shared)
-            if exists:
+            if await self._exists(self._url):
                 await self._open(self._url)
         except (DatabaseError, KnowledgeError) as error:
             # Requests for collections report the error; other requests do not depend on it.
             log.warning("collections are unavailable: %s", error)
+
+    async def _exists(self, url: str) -> bool:
+        """Whether anybody ever made a collection."""
+        if url.startswith(SQLITE):
+            return await asyncio.to_thread(Path(url.removeprefix(SQLITE)).exists)
+        return self._shared is None or await _has_tables(self._shared)
 
     async def close(self) -> None:
         if self._library is not None:
@@ -118,6 +121,13 @@ class KnowledgeLibrary:
         return await Library.open(
             url, embedder, shared=self._shared, reranker=reranker, limits=limits, meter=self.metrics
         )
+
+    async def forget_file(self, tenant: str, id: str) -> None:
+        """Remove the documents that were made from a file, if there are collections."""
+        if self._url is None or self._encoder() is None:
+            return
+        if self._library is not None or await self._exists(self._url):
+            await (await self.library()).forget_file(tenant, id)
 
     def encoder(self) -> Encoder | RemoteEmbedder:
         """The encoder of questions and documents."""

@@ -168,6 +168,7 @@ async def search(
 ) -> Found:
     keep = wanted.top_k or knowledge.config.passages
     library = await knowledge.library()
+    await guard(library.use(collection))
     found = await guard(
         library.retriever.search(
             collection,

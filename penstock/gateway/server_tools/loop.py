@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -17,8 +18,7 @@ import msgspec
 
 from penstock.config.context import ToolsConfig
 from penstock.conversations import Message
-from penstock.gateway.app.data_rules import permit, withheld
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.assistant_message import AssembledCall
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -29,15 +29,11 @@ from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import (
     ChatRequest,
 )
-from penstock.gateway.generation.tool_schemas import (
-    FunctionDefinition,
-    ToolDefinition,
-)
 from penstock.gateway.generation.turn import Turn, TurnRecorder
 from penstock.gateway.server_tools.steps import StepMessage, StepsRenderer, StepTotals, shown
-from penstock.protocol.errors import ApiError, DataRuleForbids, InvalidRequest, sentence
+from penstock.protocol.errors import ApiError
 from penstock.telemetry.logging import RequestRecord, log_request
-from penstock.tools.execution import Offer, Outcome, ToolError, ToolRegistry
+from penstock.tools.execution import Outcome
 from penstock.tools.toolbox import MAX_CALLS
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
@@ -46,98 +42,37 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 Render = Callable[[Generation, TurnRecorder, StepTotals], StepsRenderer]
 
 
-class ToolAnswers(Protocol):
-    """Answers chat requests that name server tools."""
+class LoopParts(Protocol):
+    """What every loop works with."""
 
-    async def answer(
-        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
-    ) -> None: ...
-
-
-class NoServerTools:
-    """A gateway where no tools can be registered."""
-
-    async def answer(
-        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
-    ) -> None:
-        raise InvalidRequest("No tools are registered at this gateway.", param="server_tools")
+    @property
+    def pipeline(self) -> GenerationPipeline: ...
+    @property
+    def config(self) -> ToolsConfig: ...
+    @property
+    def log_call(self) -> Callable[[RequestRecord], None]:
+        """Takes the record of a call to the request log."""
 
 
-class ServerTools:
-    """The tools that a gateway runs for requests."""
-
-    def __init__(
-        self,
-        pipeline: GenerationPipeline,
-        registry: ToolRegistry,
-        config: ToolsConfig,
-        log_call: Callable[[RequestRecord], None],
-    ) -> None:
-        """`log_call`: takes the record of a call to the request log."""
-        self.pipeline = pipeline
-        self.registry = registry
-        self.config = config
-        self.log_call = log_call
-
-    async def answer(
-        self, attempt: Attempt, request: ChatRequest, limit: TokenLimit, turn: Turn, render: Render
-    ) -> None:
-        """Answer a chat request. A tool may give another result next time, so nothing is cached."""
-        exchange = attempt.exchange
-        self.pipeline.cache.check(exchange)
-        loop = _ToolLoop(self, attempt, request, limit, turn, await self._offers(exchange, request), render)
-        with exchange.watched(loop.fail):
-            if request.stream:
-                await loop.stream()
-            else:
-                await loop.whole()
-        if loop.generation is not None:
-            self.pipeline.grader.submit(attempt, loop.generation)
-
-    async def _offers(self, exchange: Exchange, request: ChatRequest) -> dict[str, Offer]:
-        """The functions that the request asks for; a 400 when one does not exist."""
-        if request.tools:
-            raise InvalidRequest("`tools` and `server_tools` cannot be used together.", param="server_tools")
-        if (request.n or 1) > 1:
-            raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
-        try:
-            return self._permitted(
-                exchange, request, await self.registry.offers(exchange.caller.access, request.server_tools or ())
-            )
-        except ToolError as error:
-            raise InvalidRequest(sentence(error), param="server_tools") from error
-
-    def _permitted(self, exchange: Exchange, request: ChatRequest, offers: dict[str, Offer]) -> dict[str, Offer]:
-        """Those that may get data of the request. One that the request names is refused, not left out."""
-        if not exchange.demand:
-            return offers
-        named = {name.partition(".")[0] for name in request.server_tools or ()}
-        found = {}
-        for name, offer in offers.items():
-            unmet = self.registry.unmet(offer.server, exchange.demand)
-            if unmet and offer.server in named:
-                permit(exchange, "tool", offer.server, unmet)
-            if not withheld(exchange, "tool", offer.server, unmet):
-                found[name] = offer
-        return found
-
-
-class _ToolLoop:
+class ToolLoop(ABC):
     """The steps of one request."""
 
+    one_text = True
+    """Whether the client sees the texts of all steps as one."""
+
     def __init__(
         self,
-        tools: ServerTools,
+        parts: LoopParts,
         attempt: Attempt,
         request: ChatRequest,
         limit: TokenLimit,
         turn: Turn,
-        offers: dict[str, Offer],
         render: Render,
     ) -> None:
-        self._tools = tools
-        self._pipeline = tools.pipeline
-        self._settings = tools.pipeline.settings
+        """`request`: with the functions that the model may call."""
+        self._parts = parts
+        self._pipeline = parts.pipeline
+        self._settings = parts.pipeline.settings
         self._render = render
         self._made: tuple[StepsRenderer, TurnRecorder] | None = None
         self._has_shown_text = False
@@ -146,29 +81,55 @@ class _ToolLoop:
         self._exchange = attempt.exchange
         self._limit = limit
         self._turn = turn
-        self._offers = offers
-        definitions = [
-            ToolDefinition(
-                type="function",
-                function=FunctionDefinition(
-                    name=offer.name,
-                    description=offer.function.description,
-                    parameters=offer.function.parameters,
-                    strict=offer.strict,
-                ),
-            )
-            for offer in offers.values()
-        ]
-        self._request = msgspec.structs.replace(request, tools=definitions or None)
+        self._request = request
         self._said: list[Message] = []
-        """Answers, calls and results so far, as messages."""
         self._totals = StepTotals()
         self._capped_rounds = self._out_of_rounds = False
         """Whether the caller may use fewer rounds than configured, and whether they were used up."""
         self._error: Exception | None = None
         self.generation: Generation | None = None
         self._running: set[asyncio.Task[Outcome]] = set()
-        self._limit_parallel = asyncio.Semaphore(tools.config.max_parallel)
+        self._limit_parallel = asyncio.Semaphore(parts.config.max_parallel)
+
+    async def run(self, *, stream: bool) -> None:
+        with self._exchange.watched(self.fail):
+            if stream:
+                await self.stream()
+            else:
+                await self.whole()
+        if self.generation is not None:
+            self._pipeline.grader.submit(self._attempt, self.generation)
+
+    @property
+    def said(self) -> list[Message]:
+        """Answers, calls and results so far, as messages; it grows."""
+        return self._said
+
+    @abstractmethod
+    async def _outcome(self, call: AssembledCall, arguments: dict[str, Any], generation: Generation) -> Outcome:
+        """Run a call. A failure is told to the model."""
+
+    @abstractmethod
+    def _label(self, name: str) -> str:
+        """What metrics and the request log call a function."""
+
+    def _runs(self, name: str) -> bool:
+        """Whether the gateway runs a function; others are the client's."""
+        return True
+
+    def _seen(self, piece: Piece) -> Piece | None:
+        """What the client sees of a piece."""
+        return shown(piece)
+
+    def _narrowed(self, request: ChatRequest, *, last: bool) -> ChatRequest:
+        """The request of a step after the first, or of the last."""
+        if last:
+            return msgspec.structs.replace(request, tools=None, tool_choice=None, parallel_tool_calls=None)
+        return msgspec.structs.replace(request, tool_choice=None)
+
+    def _refusal(self, cap: Cap) -> ApiError:
+        """For a caller who may use no rounds of calls at all."""
+        return cap.refusal("`server_tools` names tools", "rounds of tool calls", "server_tools")
 
     def fail(self, error: Exception) -> None:
         """The client left: abort everything that runs for it."""
@@ -238,13 +199,13 @@ class _ToolLoop:
 
     def _most_steps(self) -> int:
         """Answers of the model: one more than the rounds of calls that the caller may use."""
-        most, pipeline = self._tools.config.max_steps, self._pipeline
+        most, pipeline = self._parts.config.max_steps, self._pipeline
         name = pipeline.registry.base_name(self._request.model)
         cap = pipeline.quotas.requests.noted(self._exchange, "tool_rounds", name)
         if cap is None or cap.most + 1 >= most:
             return most
-        if cap.most == 0 and self._offers:
-            raise cap.refusal("`server_tools` names tools", "rounds of tool calls", "server_tools")
+        if cap.most == 0 and self._request.tools:
+            raise self._refusal(cap)
         self._capped_rounds = True
         return cap.most + 1
 
@@ -255,13 +216,13 @@ class _ToolLoop:
         for number in range(1, most + 1):
             generation = await self._prepared(number, last=number == most)
             step = StepMessage()
-            apart = self._has_shown_text
+            apart = self.one_text and self._has_shown_text
             async with aclosing(self._run(generation, number)) as running:
                 async for pieces in running:
                     seen = []
                     for piece in pieces:
                         step.add(piece)
-                        if (visible := shown(piece)) is not None:
+                        if (visible := self._seen(piece)) is not None:
                             if visible.text and apart:
                                 visible.text, apart = f"\n\n{visible.text}", False
                             self._has_shown_text = self._has_shown_text or bool(visible.text)
@@ -278,18 +239,21 @@ class _ToolLoop:
             self._said.append(said)
             self._attempt.committed = True
             self._exchange.record.finish_reason = None
-            async with aclosing(self._call(step.calls, number, generation)) as running_calls:
+            mine = [call for call in step.calls if self._runs(call.name)]
+            async with aclosing(self._call(mine, number, generation)) as running_calls:
                 async for event in running_calls:
                     yield event
+            if len(mine) < len(step.calls):  # the client has to run the others before the model goes on
+                self._exchange.record.finish_reason = "tool_calls"
+                yield [Piece(index=0, finish_reason="tool_calls")]
+                return
 
     async def _prepared(self, number: int, *, last: bool) -> Generation:
         """The model's next answer. `tool_choice` holds for the first answer only; the last one has no tools."""
         exchange, request = self._exchange, self._request
         self._check()
-        if last:
-            request = msgspec.structs.replace(request, tools=None, tool_choice=None, parallel_tool_calls=None)
-        elif number > 1:
-            request = msgspec.structs.replace(request, tool_choice=None)
+        if last or number > 1:
+            request = self._narrowed(request, last=last)
         self._attempt.release()
         headers = len(exchange.extra_headers)
         generation = await self._pipeline.chat(self._attempt, request, self._limit, self._turn, following=self._said)
@@ -303,6 +267,7 @@ class _ToolLoop:
             self._made = renderer, recorder
             exchange.timeline.response_id = renderer.response_id
         else:
+            self._made[0].follow(generation)
             self._made[1].generation = generation
         return generation
 
@@ -315,6 +280,8 @@ class _ToolLoop:
     async def _run(self, generation: Generation, number: int) -> AsyncGenerator[list[Piece], None]:
         settings = self._settings
         async with self._pipeline.lifecycle.running(self._attempt, generation, further=number > 1) as account:
+            if number == 1 and (admitted := self._answer[0].admitted) is not None:
+                await admitted()
             wait = settings.hold_status_s if number == 1 else settings.keep_alive_s
             opened = False
             try:
@@ -377,38 +344,23 @@ class _ToolLoop:
 
     async def _one(self, call: AssembledCall, index: int, generation: Generation) -> Outcome:
         async with self._limit_parallel:
-            offer = self._offers.get(call.name)
             at, began = time.time(), time.monotonic()
             try:
                 arguments = _decoder.decode(call.arguments or "{}")
             except msgspec.DecodeError as error:
                 outcome = Outcome(f"Error: the arguments are not a JSON object: {error}.", ok=False)
             else:
-                if offer is None:
-                    outcome = Outcome("Error: there is no such tool.", ok=False)
-                elif index >= MAX_CALLS:
+                if index >= MAX_CALLS:
                     outcome = Outcome(f"Error: more than {MAX_CALLS} calls at once are not run.", ok=False)
                 else:
-                    outcome = await self._permitted_call(offer, arguments, call.arguments or "")
+                    outcome = await self._outcome(call, arguments, generation)
             self._exchange.timeline.note(f"tool {call.name}", began)
-            self._log(offer, outcome, at + index * 1e-6, time.monotonic() - began, generation)
+            self._log(self._label(call.name), outcome, at + index * 1e-6, time.monotonic() - began, generation)
             return outcome
 
-    async def _permitted_call(self, offer: Offer, arguments: dict[str, Any], text: str) -> Outcome:
-        """Run a call, if its server may have what the model says; results and arguments may have marked the request."""
-        exchange, registry = self._exchange, self._tools.registry
-        await self._pipeline.content_filter.mark(exchange, lambda: [text])
-        if exchange.demand:
-            try:
-                permit(exchange, "tool", offer.server, registry.unmet(offer.server, exchange.demand))
-            except DataRuleForbids as error:
-                return Outcome(f"Error: {error.message}", ok=False)
-        return await registry.call(offer, arguments)
-
-    def _log(self, offer: Offer | None, outcome: Outcome, at: float, seconds: float, generation: Generation) -> None:
+    def _log(self, name: str, outcome: Outcome, at: float, seconds: float, generation: Generation) -> None:
         """Every call is a record of the request log, under the id of its request."""
         exchange = self._exchange
-        name = "unknown" if offer is None else offer.full_name
         self._pipeline.metrics.context.tool_call(name, outcome.ok, seconds)
         record = RequestRecord(
             exchange.request_id,
@@ -423,4 +375,4 @@ class _ToolLoop:
             finish_reason="stop" if outcome.ok else "error",
         )
         log_request(record)
-        self._tools.log_call(record)
+        self._parts.log_call(record)

@@ -48,6 +48,10 @@ class StepsRenderer(Renderer):
     def tool_event(self, event: dict[str, Any]) -> bytes:
         """The beginning or the result of a call, as an event of the stream."""
 
+    def follow(self, generation: Generation) -> None:
+        """The next step begins."""
+        return
+
     async def keep(self) -> None:
         """Called when the last step has been rendered, before its end is sent."""
         return

@@ -35,12 +35,12 @@ class ChunkStore(ABC):
         """Replaces the chunks of a document atomically; an empty list removes them."""
 
     @abstractmethod
-    async def nearest(self, vector: Vectors, count: int) -> Ranked:
-        """By cosine similarity."""
+    async def nearest(self, vector: Vectors, count: int, among: Sequence[str] | None = None) -> Ranked:
+        """By cosine similarity. `among`: only chunks of these documents."""
 
     @abstractmethod
-    async def matching(self, terms: Sequence[str], count: int) -> Ranked:
-        """By words: BM25 or the store's closest equivalent."""
+    async def matching(self, terms: Sequence[str], count: int, among: Sequence[str] | None = None) -> Ranked:
+        """By words: BM25 or the store's closest equivalent. `among`: only chunks of these documents."""
 
     @abstractmethod
     async def fetch(self, keys: Sequence[int]) -> dict[int, StoredChunk]:

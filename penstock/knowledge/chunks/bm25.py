@@ -38,13 +38,19 @@ class Postings:
         return cls(occurrences[firsts], np.add.reduceat(weights, firsts))
 
 
-def rank(words: Sequence[Postings], total: int, lengths: Numbers, mean: float, count: int) -> Ranked:
-    """The best `count` of `total` chunks; `lengths` are theirs, by key, and `mean` is that of all of them."""
+def rank(
+    words: Sequence[Postings], total: int, lengths: Numbers, mean: float, count: int, among: Keys | None = None
+) -> Ranked:
+    """The best `count` of `total` chunks; `lengths` are theirs, by key, and `mean` is that of all of them. `among`:
+    only these chunks; statistics remain those of all."""
     words = [word for word in words if len(word.keys)]
     if not words or count <= 0:
         return []
     keys, places = np.unique(np.concatenate([word.keys for word in words]), return_inverse=True)
     scores = np.bincount(places, np.concatenate([_scores(word, total, lengths, mean) for word in words]))
+    if among is not None:
+        kept = np.isin(keys, among)
+        keys, scores = keys[kept], scores[kept]
     # Of equal scores the older chunk comes first, also at the cut-off.
     least = np.partition(scores, -count)[-count] if len(scores) > count else -np.inf
     front = np.flatnonzero(scores >= least)

@@ -124,13 +124,21 @@ class PostgresChunks(ChunkStore):
             )  # fmt: skip
         await self._database.transact(statements)
 
-    async def nearest(self, vector: Vectors, count: int) -> Ranked:
+    async def nearest(self, vector: Vectors, count: int, among: Sequence[str] | None = None) -> Ranked:
+        if among is not None:
+            # Exact: the index would be asked for its best chunks first, and few of those may be of these documents.
+            rows = await self._database.fetch(
+                f"WITH chosen AS MATERIALIZED (SELECT key, vector FROM {self._table} WHERE document = ANY(?)) "
+                "SELECT key, vector <=> (?::text)::halfvec AS distance FROM chosen ORDER BY distance, key LIMIT ?",
+                list(among), _literal(vector), count,
+            )  # fmt: skip
+            return [(key, 1.0 - distance) for key, distance in rows]
         rows = await self._database.fetch(
             f"SELECT key, distance FROM nearest_{self._table}((?::text)::halfvec, ?)", _literal(vector), count
         )
         return [(key, 1.0 - distance) for key, distance in rows]
 
-    async def matching(self, terms: Sequence[str], count: int) -> Ranked:
+    async def matching(self, terms: Sequence[str], count: int, among: Sequence[str] | None = None) -> Ranked:
         counts, total = await self.frequencies(terms)
         known = dict(zip(terms, counts, strict=True))
         chosen = affordable(terms, counts, total, AFFORDABLE)
@@ -140,11 +148,12 @@ class PostgresChunks(ChunkStore):
         one = "? * ts_rank('{0.1, 0.2, 0.7, 1.0}', words, plainto_tsquery('english', ?), 1)"
         ranks = " + ".join(one for _ in chosen)
         matches = " || ".join("plainto_tsquery('english', ?)" for _ in chosen)
+        where, values = ("", []) if among is None else ("AND document = ANY(?) ", [list(among)])
         weighted = [part for term in chosen for part in (_idf(known[term], total), term)]
         rows = await self._database.fetch(
-            f"SELECT key, {ranks} AS score FROM {self._table} WHERE words @@ ({matches}) "
+            f"SELECT key, {ranks} AS score FROM {self._table} WHERE words @@ ({matches}) {where}"
             "ORDER BY score DESC, key LIMIT ?",
-            *weighted, *chosen, count,
+            *weighted, *chosen, *values, count,
         )  # fmt: skip
         return [(key, float(score)) for key, score in rows]
 

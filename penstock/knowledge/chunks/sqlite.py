@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.knowledge.chunks.base import ChunkStore, EmbeddedChunk, Ranked
 from penstock.knowledge.chunks.index import Mark, SavedIndex, VectorIndex
@@ -105,12 +107,24 @@ class SQLiteChunks(ChunkStore):
         if chunks or self._index is not None:
             await self._current_index()  # during ingestion, so that the first search need not index everything
 
-    async def nearest(self, vector: Vectors, count: int) -> Ranked:
+    async def nearest(self, vector: Vectors, count: int, among: Sequence[str] | None = None) -> Ranked:
+        if among is not None:
+            # Exact: an index cannot tell documents apart, and would be searched further and further for those few.
+            rows = await self._database.fetch(
+                "SELECT key, vector FROM chunks WHERE document IN (SELECT value FROM json_each(?))", _listed(among)
+            )
+            return await self._in_thread(lambda: _nearest(rows, vector, count))
         index = await self._current_index()
         return await self._in_thread(lambda: index.search(vector, count))
 
-    async def matching(self, terms: Sequence[str], count: int) -> Ranked:
-        return await self._database.read(lambda connection: self._words.search(connection, terms, count))
+    async def matching(self, terms: Sequence[str], count: int, among: Sequence[str] | None = None) -> Ranked:
+        keys: NDArray[np.int64] | None = None
+        if among is not None:
+            rows = await self._database.fetch(
+                "SELECT key FROM chunks WHERE document IN (SELECT value FROM json_each(?))", _listed(among)
+            )
+            keys = np.array([row[0] for row in rows], np.int64)
+        return await self._database.read(lambda connection: self._words.search(connection, terms, count, keys))
 
     async def fetch(self, keys: Sequence[int]) -> dict[int, StoredChunk]:
         rows = await self._some(_COLUMNS, keys)
@@ -218,6 +232,21 @@ class SQLiteChunks(ChunkStore):
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _nearest(rows: Sequence[Row], vector: Vectors, count: int) -> Ranked:
+    if not rows:
+        return []
+    vectors = np.frombuffer(b"".join(row[1] for row in rows), np.float16).reshape(len(rows), -1).astype(np.float32)
+    sizes = np.linalg.norm(vectors, axis=1) * np.linalg.norm(vector)
+    cosines = vectors @ vector.astype(np.float32) / np.maximum(sizes, np.finfo(np.float32).tiny)
+    best = np.argsort(-cosines, kind="stable")[:count]
+    return [(int(rows[place][0]), float(cosines[place])) for place in best.tolist()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """One value for any number of names: statements have few."""
+    return json.dumps(list(names))
 
 
 def stored_of(row: Row) -> StoredChunk:

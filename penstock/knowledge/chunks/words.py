@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.knowledge.chunks.base import Ranked
 from penstock.knowledge.chunks.bm25 import Numbers, Postings, rank
@@ -41,14 +42,21 @@ class Words:
         for kind in ("instance", "row"):
             connection.execute(f"CREATE VIRTUAL TABLE IF NOT EXISTS temp.{kind}s USING fts5vocab(main, words, {kind})")
 
-    def search(self, connection: sqlite3.Connection, terms: Sequence[str], count: int) -> Ranked:
+    def search(
+        self,
+        connection: sqlite3.Connection,
+        terms: Sequence[str],
+        count: int,
+        among: NDArray[np.int64] | None = None,
+    ) -> Ranked:
+        """`among`: only chunks with these keys."""
         stems = list(dict.fromkeys(stem for term in terms for stem in self._stems.of(term)))
         total, tokens = _totals(connection)
         counts = self._counts(connection, stems, total)
         chosen = affordable(stems, counts, total)
         self._kept.are_of(_state(connection), KEPT * total)
         words = [self._kept.get(stem) or self._kept.put(stem, _postings(connection, stem)) for stem in chosen]
-        return rank(words, total, self._lengths.all(connection), tokens / max(total, 1), count)
+        return rank(words, total, self._lengths.all(connection), tokens / max(total, 1), count, among)
 
     def frequencies(self, connection: sqlite3.Connection, terms: Sequence[str]) -> tuple[list[int], int]:
         """The number of chunks with each term, and the total number of chunks."""

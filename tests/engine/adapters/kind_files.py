@@ -32,6 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "peft_type": "VBLORA", "r": 3, "num_vectors": 9, "vector_length": 16, "topk": 3, "save_only_topk_weights": True,
     },
     "ia3": {"peft_type": "IA3", "feedforward_modules": ["down_proj"]},
+    "ia3-inputs": {"peft_type": "IA3", "feedforward_modules": ["down_proj", "o_proj", "q_proj"]},
+    "oft": {"peft_type": "OFT", "oft_block_size": 8},
+    "oft-exact": {"peft_type": "OFT", "oft_block_size": 4, "use_cayley_neumann": False, "block_share": True},
+    "oft-bound": {"peft_type": "OFT", "oft_block_size": 16, "num_cayley_neumann_terms": 4, "coft": True, "eps": 2.0},
     "beft": {"peft_type": "BEFT"},
     "norms": {"peft_type": "LN_TUNING"},
     "tokens": {"peft_type": "TRAINABLE_TOKENS", "token_indices": [7, 3, 150, 11]},
@@ -147,8 +151,14 @@ def _vblora(noise: Noise, module: str, shape: list[int], config: dict[str, Any],
 
 
 def _ia3(noise: Noise, module: str, shape: list[int], config: dict[str, Any], weights: Parts) -> Parts:
-    size = (1, shape[1]) if module.endswith("down_proj") else (shape[0], 1)
+    size = (1, shape[1]) if module.endswith(tuple(config["feedforward_modules"])) else (shape[0], 1)
     return {"ia3_l": 1 + noise(*size, spread=0.5)}
+
+
+def _oft(noise: Noise, module: str, shape: list[int], config: dict[str, Any], weights: Parts) -> Parts:
+    size = config["oft_block_size"]
+    count = 1 if config.get("block_share") else shape[1] // size
+    return {"oft_R.weight": noise(count, size * (size - 1) // 2, spread=0.2)}
 
 
 def _beft(noise: Noise, module: str, shape: list[int], config: dict[str, Any], weights: Parts) -> Parts:
@@ -165,7 +175,7 @@ def _tokens(noise: Noise, module: str, shape: list[int], config: dict[str, Any],
 
 _WRITERS: dict[str, Callable[[Noise, str, list[int], dict[str, Any], Parts], Parts]] = {
     "adalora": _adalora, "vera": _vera, "loha": _loha, "lokr": _lokr, "miss": _miss, "delora": _delora,
-    "vblora": _vblora, "ia3": _ia3, "beft": _beft, "norms": _norms, "tokens": _tokens,
+    "vblora": _vblora, "ia3": _ia3, "oft": _oft, "beft": _beft, "norms": _norms, "tokens": _tokens,
 }  # fmt: skip
 
 
@@ -217,6 +227,27 @@ def _from_bank(own: Parts, side: str, bank: Tensor, topk: int) -> Tensor:
     return torch.zeros(*indices.shape[:-1], len(bank)).scatter(-1, indices, weights) @ bank
 
 
+def rotation(config: Mapping[str, Any], stored: Tensor, inputs: int) -> Tensor:
+    """What OFT multiplies rows of inputs by, from the right."""
+    size, blocks = config["oft_block_size"], []
+    for number in range(inputs // size):
+        row = stored[0 if config.get("block_share") else number]
+        skew = torch.zeros(size, size)
+        skew[tuple(torch.triu_indices(size, size, 1))] = row
+        skew = skew - skew.t()
+        if config.get("coft"):
+            skew *= min(1.0, config["eps"] / math.sqrt(len(stored)) / float(skew.norm()))
+        one = torch.eye(size)
+        if config.get("use_cayley_neumann", True):
+            powers = [
+                torch.linalg.matrix_power(skew, power) for power in range(1, config.get("num_cayley_neumann_terms", 5))
+            ]
+            blocks.append(one + 2 * sum(powers[:-1]) + powers[-1])
+        else:
+            blocks.append((one - skew) @ torch.linalg.inv(one + skew))
+    return torch.block_diag(*blocks)
+
+
 def merged(base: Path, adapter: Path, folder: Path) -> Path:
     """The checkpoint with the adapter in it; what has no bias gets one."""
     shutil.copytree(base, folder)
@@ -239,6 +270,8 @@ def merged(base: Path, adapter: Path, folder: Path) -> Path:
                 weights[name] = weight * own["ia3_l"]
                 if f"{module}.bias" in weights and own["ia3_l"].shape[1] == 1:
                     weights[f"{module}.bias"] = weights[f"{module}.bias"] * own["ia3_l"].flatten()
+            case "OFT":
+                weights[name] = weight @ rotation(config, own["oft_R.weight"], weight.shape[1]).t()
             case "BEFT":
                 bias = weights.get(f"{module}.bias", torch.zeros(weight.shape[0]))
                 weights[f"{module}.bias"] = bias + own["beft_bias"].flatten()

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.adapters.kinds import KINDS as READ
 from penstock.engine.adapters.kinds import as_lora, read_settings
 from penstock.engine.adapters.kinds.refused import refusal
 from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec, default_rank
 from penstock.engine.models.families import read_config
 from penstock.engine.request import Request
@@ -27,11 +29,12 @@ from tests.engine.adapters.company import (
 from tests.engine.adapters.kind_files import CONFIG, KINDS, WEIGHTS, change, merged, write_kind
 from tests.engine.adapters.test_end_rows import failure
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
-from tests.engine.harness import generate, make_engine
+from tests.engine.harness import drain, generate, make_engine
+from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-LOW_RANK = [name for name in KINDS if name not in ("ia3", "beft", "norms", "tokens")]
-TOGETHER = ("loha", "ia3", "lokr", "vera", "beft", "norms", "adalora", "tokens", "miss")
+LOW_RANK = [name for name in KINDS if name.partition("-")[0] not in ("ia3", "oft", "beft", "norms", "tokens")]
+TOGETHER = ("loha", "ia3", "oft", "vera", "beft", "norms", "ia3-inputs", "tokens", "adalora")
 """Those of the tests with engines that are not about each kind."""
 
 
@@ -104,7 +107,7 @@ def test_a_pair_of_matrices_is_the_change_that_the_kind_defines(
 
 
 @pytest.mark.parametrize(
-    "names", [("lokr", "ia3", "beft", "tokens"), pytest.param(tuple(KINDS), marks=pytest.mark.slow)]
+    "names", [("lokr", "ia3-inputs", "oft", "tokens"), pytest.param(tuple(KINDS), marks=pytest.mark.slow)]
 )
 def test_they_equal_merging_them(base: Path, folders: dict[str, Path], names: tuple[str, ...]) -> None:
     specs = tuple(AdapterSpec(name, str(folders[name])) for name in names)
@@ -140,7 +143,7 @@ def test_ranks_give_the_same(
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_on_quantized_weights(base: Path, folders: dict[str, Path], weights: str) -> None:
-    names = ("loha", "lokr", "ia3")
+    names = ("lokr", "ia3", "oft")
     engine = make_engine(
         base, adapters=tuple(AdapterSpec(name, str(folders[name])) for name in names), weights=weights,
         activations="int16",
@@ -151,6 +154,14 @@ def test_on_quantized_weights(base: Path, folders: dict[str, Path], weights: str
         reference = Reference(merged(base, folders[name], base.parent / f"{name} for {weights}"))
         assert reference.agrees(prompt, got[name][:1], 1.0), name
     assert len({tuple(tokens) for tokens in got.values()}) == 4
+
+
+def test_what_only_the_host_can_apply_is_known_as_such(base: Path, folders: dict[str, Path]) -> None:
+    """Steps with these must never be captured, whatever a device can look up by slot."""
+    layout = layout_of(read_config(json.loads((base / "config.json").read_text())))
+    for name, by_host in (("oft", True), ("ia3-inputs", True), ("tokens", True), ("ia3", False), ("lokr", False)):
+        found = read_adapter(name, folders[name], layout, max_rank=64, dtype=torch.float32, pin=False)
+        assert found.by_host is by_host and found.further is (name != "lokr"), name
 
 
 def test_slots_are_made_for_the_rank_that_a_kind_becomes(folders: dict[str, Path]) -> None:
@@ -167,7 +178,7 @@ def test_a_rank_above_the_limit_is_refused_with_what_to_do(base: Path, folders: 
 
 def test_kinds_that_cannot_be_applied_are_refused_by_name(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     for kind, words in (
-        ("OFT", "merge_and_unload"), ("FOURIERFT", "save_as_lora"), ("PREFIX_TUNING", "train a LoRA"),
+        ("BOFT", "merge_and_unload"), ("FOURIERFT", "save_as_lora"), ("PREFIX_TUNING", "train a LoRA"),
         ("XLORA", "one by one"), ("SOMETHING_NEW", "merge_and_unload"), (None, "LORA"), (3, "LORA"),
     ):  # fmt: skip
         adapter = write_kind(tmp_path / str(kind), base, "miss")
@@ -175,7 +186,7 @@ def test_kinds_that_cannot_be_applied_are_refused_by_name(base: Path, folders: d
         (adapter / CONFIG).write_text(json.dumps({**config, "peft_type": kind}))
         found = failure(base, adapter)
         assert f"peft_type {kind} is not supported" in found and words in found and "LOKR" in found, found
-        assert refusal(kind) in found
+        assert refusal(kind, ("LORA", *READ)) in found
 
 
 @pytest.mark.parametrize(
@@ -184,12 +195,16 @@ def test_kinds_that_cannot_be_applied_are_refused_by_name(base: Path, folders: d
         ("vera", {"save_projection": "yes", "bias": "some"}, "bias is 'some', which VeRA adapters do not support"),
         ("miss", {"init_weights": "bat"}, "init_weights is 'bat', which MiSS adapters do not support"),
         ("loha", {"use_something": True}, "use_something is True, a key that LoHa adapters do not know"),
-        ("loha", {"r": 4, "rank_pattern": {}}, "here it must be (any, 4)"),
+        ("loha", {"r": 4, "rank_pattern": {}}, "here it must be ("),
+        ("loha", {"r": 100000}, "r is 100000"),
         ("loha", {"target_modules": ["q_proj"]}, "which adapter_config.json leaves out"),
         ("ia3", {"target_modules": ["q_proj"]}, "which adapter_config.json leaves out"),
         ("adalora", {"lora_alpha": 0}, "lora_alpha of AdaLoRA must be above 0"),
         ("adalora", {"rank_pattern": None}, "has rank 3, and adapter_config.json gives it 5"),
         ("vblora", {"topk": 10}, "topk must be"),
+        ("oft", {"num_cayley_neumann_terms": 0}, "num_cayley_neumann_terms must be"),
+        ("oft", {"block_share": True}, "which are no rotations of"),
+        ("oft", {"target_modules": ["q_proj"]}, "which adapter_config.json leaves out"),
         ("tokens", {"token_indices": [1]}, "which does not fit trainable_token_indices"),
     ],
 )
@@ -202,12 +217,20 @@ def test_what_does_not_fit_is_refused(
     assert words in failure(base, adapter)
 
 
-def test_missing_tensors_and_inputs_that_cannot_be_scaled_are_refused(base: Path, tmp_path: Path) -> None:
+def test_missing_tensors_and_ranks_inside_of_blocks_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = write_kind(tmp_path / "a", base, "vera")
     tensors = load_file(adapter / WEIGHTS)
     save_file({key: value for key, value in tensors.items() if key != "base_model.vera_B"}, adapter / WEIGHTS)
     assert "has no vera_A and vera_B" in failure(base, adapter)
-    adapter = write_kind(tmp_path / "b", base, "ia3", targets=("o_proj",))
-    tensors = {key: value.t().contiguous() for key, value in load_file(adapter / WEIGHTS).items()}
-    save_file(tensors, adapter / WEIGHTS)
-    assert "IA3 multiplies the inputs of" in failure(base, adapter)
+    adapter = write_kind(tmp_path / "c", base, "lokr", targets=("q_proj",))
+    tensors = {key: value.repeat(40, 40) for key, value in load_file(adapter / WEIGHTS).items() if key.endswith("w1")}
+    save_file({**load_file(adapter / WEIGHTS), **tensors}, adapter / WEIGHTS)
+    assert "their product must be 64 x 64" in failure(base, adapter, adapter_rank=512)
+    adapter = write_kind(tmp_path / "b", base, "oft", targets=("o_proj",))
+    config = json.loads((adapter / CONFIG).read_text())
+    blocks = {key: torch.zeros(1, 64 * 63 // 2) for key in load_file(adapter / WEIGHTS)}
+    save_file(blocks, adapter / WEIGHTS)
+    (adapter / CONFIG).write_text(json.dumps({**config, "oft_block_size": 64}))
+    with threaded_engine(base, 2, 1, adapters=(AdapterSpec("b", str(adapter)),)) as engine:
+        engine.submit(ask("r", [1, 2, 3], "b"))
+        assert "lower tensor_parallel or merge" in next(delta.error for delta in drain(engine) if delta.error)

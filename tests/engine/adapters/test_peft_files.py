@@ -85,6 +85,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "feedforward_modules": ["down_proj"],
         },
     ),
+    "ia3 of inputs": (
+        "IA3Config",
+        {"target_modules": ["q_proj", "o_proj"], "feedforward_modules": ["q_proj", "o_proj"]},
+    ),
+    "oft": ("OFTConfig", {"oft_block_size": 8}),
+    "oft by blocks": ("OFTConfig", {"r": 4, "oft_block_size": 0, "use_cayley_neumann": False}),
+    "oft bound": ("OFTConfig", {"oft_block_size": 16, "block_share": True, "coft": True, "eps": 0.5}),
     "beft": ("BeftConfig", {"target_modules": ["v_proj", "o_proj", "lm_head"]}),
     "ln tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm"]}),
     "trainable tokens": ("TrainableTokensConfig", {"token_indices": [7, 3, 150], "target_modules": None}),

@@ -176,7 +176,7 @@ def broken(folder: Path, good: Path, how: str) -> Path:
         case "use_dora":
             config["use_dora"] = True
         case "peft_type":
-            config["peft_type"] = "OFT"
+            config["peft_type"] = "BOFT"
         case "pissa":
             config["init_lora_weights"] = "pissa_niter_4"
     if (folder / "adapter_config.json").exists():
@@ -201,7 +201,7 @@ PROBLEMS = {
     "modules_to_save": "modules_to_save has lm_head, and adapter_model.safetensors does not",
     "bias": "bias is 'some', which LoRA adapters do not support",
     "use_dora": "has no lora_magnitude_vector, but adapter_config.json has use_dora: True",
-    "peft_type": "peft_type OFT is not supported: it multiplies matrices of the model",
+    "peft_type": "peft_type BOFT is not supported: it multiplies matrices of the model",
     "pissa": "changes the base model",
 }
 

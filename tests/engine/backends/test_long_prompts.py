@@ -104,11 +104,12 @@ def test_on_trial_captured_steps_have_room_for_gathered_keys(tmp_path: Path, mon
     assert narrow.total_context(1024, 8) is None and narrow.most_places(chunks((90_000, 1000))) == math.inf
 
 
-def test_a_trial_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not trials.is_on(trials.GATHER_16BIT)
+def test_a_trial_is_on_or_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert not trials.is_on(trials.GATHER_16BIT) and not caplog.messages
     for value, want in (("1", True), ("0", False)):
         monkeypatch.setenv(trials.GATHER_16BIT, value)
         assert trials.is_on(trials.GATHER_16BIT) == want
+    assert caplog.messages == ["PENSTOCK_GATHER_16BIT is on: a variant that no device has been timed with"]
     monkeypatch.setenv(trials.GATHER_16BIT, "yes")
     with pytest.raises(ConfigError, match="PENSTOCK_GATHER_16BIT: 'yes' must be 1"):
         trials.is_on(trials.GATHER_16BIT)

@@ -222,6 +222,20 @@ async def test_collections_of_a_narrow_key(
         assert answers[0].text.replace("hidden", "absent") == answers[1].text
         listed = await it.ok("narrow", "GET", "/v1/collections?limit=1")
         assert [one["name"] for one in listed["data"]] == ["open-notes"] and not listed["has_more"]
+        # The same as vector stores.
+        for name in ("hidden-notes", "hidden notes"):
+            refused = await it.ask("narrow", "POST", "/v1/vector_stores", json={"name": name})
+            assert refused.status_code == 403, refused.text
+        stores = await it.ok("narrow", "GET", "/v1/vector_stores")
+        assert [one["id"] for one in stores["data"]] == [own["id"]]
+        searched = [
+            await it.ask("narrow", "POST", "/v1/responses", json={
+                "model": "tiny", "input": "hi", "tools": [{"type": "file_search", "vector_store_ids": [name]}],
+            })
+            for name in ("hidden-notes", "absent-notes")
+        ]  # fmt: skip
+        assert [reply.status_code for reply in searched] == [404, 404]
+        assert searched[0].text.replace("hidden", "absent") == searched[1].text
         both = await it.ok("acme", "GET", "/v1/collections")
         assert [one["name"] for one in both["data"]] == ["hidden-notes", "open-notes"]
 

@@ -84,6 +84,11 @@ def collection(after: str = "", **request: Any) -> Named:
     return Named(in_path(COLLECTION, after, **request), ("hidden-notes",))
 
 
+def store(after: str = "", works: str = "acme", **request: Any) -> Named:
+    """The same collection as a vector store."""
+    return Named(in_path("/v1/vector_stores/", after, **request), ("hidden-notes",), works=works)
+
+
 CASES: dict[tuple[str, str], object] = {
     ("POST", "/v1/chat/completions"): CHAT,
     ("GET", "/v1/chat/completions"): Read(("hidden-model",)),
@@ -130,6 +135,10 @@ CASES: dict[tuple[str, str], object] = {
     ("GET", "/v1/files/{file}"): FREE,
     ("DELETE", "/v1/files/{file}"): FREE,
     ("GET", "/v1/files/{file}/content"): FREE,
+    ("POST", "/v1/uploads"): FREE,
+    ("POST", "/v1/uploads/{upload}/parts"): FREE,
+    ("POST", "/v1/uploads/{upload}/complete"): FREE,
+    ("POST", "/v1/uploads/{upload}/cancel"): FREE,
     ("POST", "/v1/batches"): FREE,
     ("GET", "/v1/batches"): Read(),
     ("GET", "/v1/batches/{batch}"): FREE,
@@ -159,6 +168,28 @@ CASES: dict[tuple[str, str], object] = {
     ("GET", "/v1/collections/{collection}/documents/{document}/chunks"): collection("/documents/one/chunks"),
     ("GET", "/v1/collections/{collection}/chunks/{chunk}"): Named(
         in_path(COLLECTION, "/chunks/nothing"), ("hidden-notes",), works=""
+    ),
+    ("POST", "/v1/vector_stores"): FREE,  # see test_paths.py
+    ("GET", "/v1/vector_stores"): Read(("hidden-notes",)),
+    ("GET", "/v1/vector_stores/{vector_store}"): store(),
+    ("POST", "/v1/vector_stores/{vector_store}"): store(json={"metadata": {"a": "b"}}),
+    ("DELETE", "/v1/vector_stores/{vector_store}"): store(works=""),
+    ("POST", "/v1/vector_stores/{vector_store}/search"): store("/search", json={"query": "leave"}),
+    ("POST", "/v1/vector_stores/{vector_store}/files"): store("/files", works="", json={"file_id": "file-1"}),
+    ("GET", "/v1/vector_stores/{vector_store}/files"): store("/files"),
+    ("GET", "/v1/vector_stores/{vector_store}/files/{file}"): store("/files/one"),
+    ("POST", "/v1/vector_stores/{vector_store}/files/{file}"): store("/files/one", json={"attributes": {"a": 1}}),
+    ("DELETE", "/v1/vector_stores/{vector_store}/files/{file}"): store("/files/one", works=""),
+    ("GET", "/v1/vector_stores/{vector_store}/files/{file}/content"): store("/files/one/content"),
+    ("POST", "/v1/vector_stores/{vector_store}/file_batches"): store(
+        "/file_batches", works="", json={"file_ids": ["file-1"]}
+    ),
+    ("GET", "/v1/vector_stores/{vector_store}/file_batches/{batch}"): store("/file_batches/vsfb_1", works=""),
+    ("POST", "/v1/vector_stores/{vector_store}/file_batches/{batch}/cancel"): store(
+        "/file_batches/vsfb_1/cancel", works=""
+    ),
+    ("GET", "/v1/vector_stores/{vector_store}/file_batches/{batch}/files"): store(
+        "/file_batches/vsfb_1/files", works=""
     ),
     ("GET", "/v1/traces"): Read(("hidden-model",), "limit=1000"),
     ("GET", "/v1/traces/{request}"): Kept("request"),

@@ -1,4 +1,5 @@
-"""The kinds of adapters that PEFT trains, read as what the engine applies: matrices of low rank, vectors, norms, rows.
+"""The kinds of adapters that PEFT trains, read as what the engine applies: matrices of low rank, vectors, norms, rows,
+and blocks that inputs are multiplied by.
 
 A kind whose change of the model can be written so is converted when an adapter is loaded, exactly: the rest of the
 engine knows LoRA only. Any other kind is refused by name, with what to do instead.
@@ -7,16 +8,40 @@ engine knows LoRA only. Any other kind is refused by name, with what to do inste
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from penstock.engine.adapters.kinds import rules
 from penstock.engine.adapters.kinds.low_rank import LOW_RANK
 from penstock.engine.adapters.kinds.modules import Tensors
 from penstock.engine.adapters.kinds.refused import refusal
 from penstock.engine.adapters.kinds.renamed import RENAMED
+from penstock.engine.adapters.kinds.rotations import Rotations
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
+
+
+class Kind(Protocol):
+    """How adapters of a kind are read."""
+
+    @property
+    def rules(self) -> KeyRules: ...
+
+    def settings(self, raw: Mapping[str, Any]) -> LoraConfig:
+        """What a configuration that follows the rules says."""
+        ...
+
+    def convert(
+        self, raw: Mapping[str, Any], settings: LoraConfig, tensors: Tensors, layout: AdapterLayout
+    ) -> tuple[LoraConfig, Tensors]:
+        """See `as_lora`."""
+        ...
+
+
+KINDS: Mapping[str, Kind] = {**LOW_RANK, **RENAMED, "OFT": Rotations("OFT", rules.OFT)}
+"""Other than LoRA, by `peft_type`."""
 
 
 def read_settings(raw: Mapping[str, Any]) -> LoraConfig:
@@ -24,9 +49,9 @@ def read_settings(raw: Mapping[str, Any]) -> LoraConfig:
     kind = raw.get("peft_type", "LORA")
     if kind == "LORA":
         return LoraConfig.of(raw)
-    found = LOW_RANK.get(kind) or RENAMED.get(kind) if isinstance(kind, str) else None
+    found = KINDS.get(kind) if isinstance(kind, str) else None
     if found is None:
-        raise CheckpointError(f"{CONFIG}: {refusal(kind)}")
+        raise CheckpointError(f"{CONFIG}: {refusal(kind, ('LORA', *KINDS))}")
     found.rules.check(raw, CONFIG)
     return found.settings(raw)
 
@@ -39,5 +64,4 @@ def as_lora(
     kind = raw.get("peft_type", "LORA")
     if kind == "LORA":
         return settings, tensors
-    converted = LOW_RANK.get(kind) or RENAMED[kind]
-    return converted.convert(raw, settings, tensors, layout)
+    return KINDS[kind].convert(raw, settings, tensors, layout)

@@ -99,17 +99,19 @@ def _both(module: Module, pairs: _Pairs, rank: int) -> dict[str, Callable[[], Te
     def side(index: int) -> Tensor:
         if not found:
             a, b = pairs.pair(module)
-            if len(a) > rank:
-                change = b @ a
-                wide = rank == len(change)
-                a, b = (change, torch.eye(rank)) if wide else (torch.eye(rank), change)
-            found.append((a, b))
+            found.append((a, b) if len(a) <= rank else _of_matrix(b @ a))
         tensor = found[0][index]
         if index:  # B is asked for last: an adapter's pairs are never all in memory
             found.clear()
         return tensor
 
     return {f"{module.key}.lora_{'AB'[index]}.weight": lambda index=index: side(index) for index in range(2)}  # type: ignore[misc]
+
+
+def _of_matrix(change: Tensor) -> Pair:
+    """A matrix as a pair: itself and the identity, the smaller one of two."""
+    rows, columns = change.shape
+    return (change, torch.eye(rows)) if rows <= columns else (torch.eye(columns), change)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class _AdaLora:
             raise CheckpointError(f"{CONFIG}: lora_alpha of AdaLoRA must be above 0, found {self.settings.alpha}")
 
     def rank(self, module: Module) -> int:
-        stored, first = module.size("lora_A")[0], self.settings.rank
+        stored, first = module.size("lora_A", 2)[0], self.settings.rank
         kept = (self.raw.get("rank_pattern") or {}).get(f"{module.path}.lora_E")
         wanted = first if kept is None else sum(map(bool, kept)) if isinstance(kept, list) else -1
         if stored != wanted:
@@ -152,8 +154,8 @@ class _Vera:
                 raise CheckpointError(f"{WEIGHTS}: vera_A and vera_B must be matrices")
             return
         key = raw.get("projection_prng_key", 0)
-        if not isinstance(key, int) or isinstance(key, bool):
-            raise CheckpointError(f"{CONFIG}: projection_prng_key must be an integer, found {key!r:.80}")
+        if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 1 << 63:
+            raise CheckpointError(f"{CONFIG}: projection_prng_key must be an integer from 0 on, found {key!r:.80}")
         shapes = [module.model_shape() for module in modules]
         outputs, inputs = (max((shape[side] for shape in shapes), default=1) for side in (0, 1))
         generator = torch.Generator().manual_seed(key)
@@ -192,13 +194,14 @@ class _LoHa:
         return rank
 
     def pair(self, module: Module) -> Pair:
-        rank = self.settings.rank_of(module.path)
-        first, second = (module.tensor(f"hada_w{number}_a", None, rank) for number in (1, 2))
-        right, other = (module.tensor(f"hada_w{number}_b", rank, None) for number in (1, 2))
-        if first.shape != second.shape or right.shape != other.shape:
-            raise CheckpointError(f"{WEIGHTS}: the two products of {module.path} have different shapes")
-        b = (first.unsqueeze(2) * second.unsqueeze(1)).flatten(1) * self.settings.scale_of(module.path)
-        return (right.unsqueeze(1) * other.unsqueeze(0)).flatten(0, 1), b
+        rank, scale = self.settings.rank_of(module.path), self.settings.scale_of(module.path)
+        outputs, inputs = module.model_shape()
+        left, other_left = (module.tensor(f"hada_w{number}_a", outputs, rank) for number in (1, 2))
+        right, other_right = (module.tensor(f"hada_w{number}_b", rank, inputs) for number in (1, 2))
+        if rank * rank > min(outputs, inputs):
+            return _of_matrix((left @ right) * (other_left @ other_right) * scale)
+        b = (left.unsqueeze(2) * other_left.unsqueeze(1)).flatten(1) * scale
+        return (right.unsqueeze(1) * other_right.unsqueeze(0)).flatten(0, 1), b
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,12 @@ class _LoKr:
         return math.prod(min(self._sizes(module, name)) for name in ("lokr_w1", "lokr_w2"))
 
     def pair(self, module: Module) -> Pair:
+        (rows, columns, *_), (more_rows, more_columns, *_) = (self._sizes(module, f"lokr_w{n}") for n in (1, 2))
+        if (rows * more_rows, columns * more_columns) != module.model_shape():
+            raise CheckpointError(
+                f"{WEIGHTS}: factors of {module.path} are {rows} x {columns} and {more_rows} x {more_columns}; their "
+                f"product must be {' x '.join(map(str, module.model_shape()))}"
+            )
         (left, right), (other_left, other_right) = (self._factors(module, name) for name in ("lokr_w1", "lokr_w2"))
         b = torch.kron(left, other_left) * self.settings.scale_of(module.path)
         return torch.kron(right, other_right), b
@@ -219,8 +228,8 @@ class _LoKr:
     def _sizes(self, module: Module, name: str) -> tuple[int, ...]:
         """Rows, columns and rank of a factor of the Kronecker product."""
         if name in module.keys:
-            return module.size(name)
-        return module.size(f"{name}_a")[0], module.size(f"{name}_b")[-1], self.settings.rank_of(module.path)
+            return module.size(name, 2)
+        return module.size(f"{name}_a", 2)[0], module.size(f"{name}_b", 2)[1], self.settings.rank_of(module.path)
 
     def _factors(self, module: Module, name: str) -> Pair:
         """Two matrices whose product the factor is, as thin as its shape allows."""
@@ -232,8 +241,8 @@ class _LoKr:
             if rank <= min(len(left), right.shape[1]):
                 return left, right
             whole = left @ right
-        rows, columns = whole.shape
-        return (torch.eye(rows), whole) if rows <= columns else (whole, torch.eye(columns))
+        right, left = _of_matrix(whole)
+        return left, right
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +260,8 @@ class _Miss:
         mini = self.raw.get("mini_r", 1) if self.raw.get("init_weights", True) == "mini" else outputs
         if not isinstance(mini, int) or mini < 1 or outputs % mini:
             raise CheckpointError(f"{CONFIG}: mini_r must divide the {outputs} outputs of {module.path}")
+        if rank > inputs:
+            raise CheckpointError(f"{CONFIG}: r is {rank}, and {module.path} has {inputs} inputs")
         block = module.tensor("miss_block", rank, mini)
         a = torch.eye(rank).repeat(1, -(-inputs // rank))[:, :inputs]
         return a, block.repeat(1, outputs // mini).t()

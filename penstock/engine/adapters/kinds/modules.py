@@ -47,8 +47,12 @@ class Module:
     def path(self) -> str:
         return self.key.removeprefix(PREFIX)
 
-    def size(self, name: str) -> tuple[int, ...]:
-        return tuple(self.stored.get_slice(self._key(name)).get_shape())
+    def size(self, name: str, dims: int | None = None) -> tuple[int, ...]:
+        """`dims`: how many it must have."""
+        size = tuple(self.stored.get_slice(self._key(name)).get_shape())
+        if dims is not None and len(size) != dims:
+            raise CheckpointError(f"{WEIGHTS}: {self.path}.{name} is {size}; here it must have {dims} dimensions")
+        return size
 
     def tensor(self, name: str, *sizes: int | None) -> Tensor:
         """In float32. `sizes`: those it must have; None: any."""

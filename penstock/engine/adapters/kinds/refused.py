@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
-
-from penstock.engine.adapters.kinds.low_rank import LOW_RANK
-from penstock.engine.adapters.kinds.renamed import RENAMED
 
 _MERGE = "merge it into the model (peft: merge_and_unload) and serve that as a model of its own"
 _FULL = (
@@ -23,14 +21,14 @@ _REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"), _PROMPT),
     **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE", "ADAPTION_PROMPT"), _PROMPT),
     **dict.fromkeys(("XLORA", "POLY"), _ROUTED),
-    **dict.fromkeys(("OFT", "BOFT", "HRA", "PSOFT", "ROAD", "HIRA", "BONE"), _TURNS),
+    **dict.fromkeys(("BOFT", "HRA", "PSOFT", "ROAD", "HIRA", "BONE"), _TURNS),
     **dict.fromkeys(("FOURIERFT", "WAVEFT", "C3A", "RANDLORA", "SHIRA", "GRALORA", "TINYLORA", "UNILORA"), _FULL),
 }
 
 
-def refusal(kind: Any) -> str:
-    """The sentence for a `peft_type` that cannot be applied."""
-    known = sorted(("LORA", *LOW_RANK, *RENAMED))
+def refusal(kind: Any, supported: Iterable[str]) -> str:
+    """The sentence for a `peft_type` that cannot be applied. `supported`: those that can."""
+    known = sorted(supported)
     if not isinstance(kind, str) or not kind.isidentifier():
         return f"peft_type {kind!r:.80} is not supported; supported: {', '.join(known)}"
     why, instead = _REFUSED.get(kind, _NEW)

@@ -1,18 +1,19 @@
 """Kinds that train vectors, norms or rows of tokens, which adapters of LoRA may have too: under the names of those.
 
-IA3 multiplies outputs of linears, or inputs of the last one of a feed-forward. Those inputs are what its up matrix
-gives, times the gate, so multiplying the outputs of the up matrix is the same.
+IA3 multiplies outputs of linears, or inputs. Those of the last linear of a gated feed-forward are what its up matrix
+gives, times the gate, so multiplying the outputs of the up matrix is the same; other inputs are multiplied as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from penstock.engine.adapters.input_tensors import BLOCKS
 from penstock.engine.adapters.kinds import rules
 from penstock.engine.adapters.kinds.modules import Converted, Module, Tensors, modules_of, site_of
 from penstock.engine.adapters.layout import AdapterLayout
@@ -51,19 +52,25 @@ class Renamed:
     ) -> tuple[LoraConfig, Tensors]:
         found, others = modules_of(tensors, (self.tensor,), layout)
         modules = list(found)
-        for module in modules:
-            inside = site_of(layout, module.path)
-            layer = None if inside is None or layout.sites[inside[0]].end else _layer(module.path)
-            if not self.whole and not settings.token_rows and not settings.applies(module.path, "weight", layer):
-                raise CheckpointError(
-                    f"{WEIGHTS} changes {module.path}, which {CONFIG} leaves out (target_modules, exclude_modules or "
-                    "layers_to_transform)"
-                )
+        if not self.whole and not settings.token_rows:
+            check_targets(modules, settings, layout)
         saved = (*settings.saved, *(module.path for module in modules)) if self.whole else settings.saved
         return (
             replace(settings, ranks={}, saved=saved),
             Converted(tensors, others, self.rename(modules, layout)),
         )
+
+
+def check_targets(modules: Sequence[Module], settings: LoraConfig, layout: AdapterLayout) -> None:
+    """Refuse modules that the configuration does not let an adapter change."""
+    for module in modules:
+        inside = site_of(layout, module.path)
+        layer = None if inside is None or layout.sites[inside[0]].end else _layer(module.path)
+        if not settings.applies(module.path, "weight", layer):
+            raise CheckpointError(
+                f"{WEIGHTS} changes {module.path}, which {CONFIG} leaves out (target_modules, exclude_modules or "
+                "layers_to_transform)"
+            )
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
@@ -79,13 +86,21 @@ def _layer(path: str) -> int | None:
 def _scaled(modules: list[Module], layout: AdapterLayout) -> Made:
     """IA3."""
     factors: dict[str, list[Module]] = {}
+    made: Made = {}
     for module in modules:
         size = module.size("ia3_l")
-        key = module.key
+        key: str | None = module.key
         if len(size) == 2 and size[0] == 1 != size[1]:
             key = _up_of(module, layout)
-        factors.setdefault(f"{key}.{FACTOR}", []).append(module)
-    return {key: partial(_product, of) for key, of in factors.items()}
+        if key is None:
+            made[f"{module.key}.{BLOCKS}"] = partial(_as_blocks, module)
+        else:
+            factors.setdefault(f"{key}.{FACTOR}", []).append(module)
+    return made | {key: partial(_product, of) for key, of in factors.items()}
+
+
+def _as_blocks(module: Module) -> Tensor:
+    return module.tensor("ia3_l", 1, None).view(-1, 1, 1)
 
 
 def _product(modules: list[Module]) -> Tensor:
@@ -97,18 +112,15 @@ def _product(modules: list[Module]) -> Tensor:
     return product
 
 
-def _up_of(module: Module, layout: AdapterLayout) -> str:
-    """The key of the module whose outputs, gated, are the inputs of this one."""
+def _up_of(module: Module, layout: AdapterLayout) -> str | None:
+    """The key of the module whose outputs, gated, are the inputs of this one, if there is one."""
     place = site_of(layout, module.path)
     if place is not None:
         index, _ = place
         site, before = layout.sites[index], layout.sites[index - 1] if index else None
         if before is not None and before.gated and not site.experts and site.attribute.endswith("down"):
             return f"{module.key.removesuffix(site.modules[0])}{before.modules[-1]}"
-    raise CheckpointError(
-        f"{WEIGHTS}: IA3 multiplies the inputs of {module.path}, which can be done for the last linear of a gated "
-        "feed-forward that is no expert, and for no other; merge the adapter into the model (peft: merge_and_unload)"
-    )
+    return None
 
 
 def _added(modules: list[Module], layout: AdapterLayout) -> Made:

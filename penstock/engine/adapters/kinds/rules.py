@@ -81,6 +81,13 @@ VBLORA = _rules(
     ),
     bias=("none", "all", "vblora_only"),
 )  # fmt: skip
+# The size of blocks, and how many there are, is in the shapes.
+OFT = _rules(
+    "OFT",
+    ("coft", "eps", "block_share", "use_cayley_neumann", "num_cayley_neumann_terms"),
+    ("r", "oft_block_size", "module_dropout", "init_weights"),
+    bias=("none", "all", "oft_only"),
+)
 # Whether a vector of IA3 multiplies inputs is in its shape.
 IA3 = _rules("IA3", (), ("feedforward_modules", "init_ia3_weights"))
 BEFT = _rules("BEFT", (), ("init_weights",))

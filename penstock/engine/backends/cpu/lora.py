@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
 
@@ -30,8 +32,10 @@ class CpuLora:
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
         self.rows: RowBank | None = None
-        self.vectors: VectorBank | None = None
-        self.norms: NormBank | None = None
+        self.vectors: Vectors | None = None
+        self.norms: Norms | None = None
+        self.head_norms: HeadNormBank | None = None
+        self.inputs: InputBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -55,6 +59,10 @@ class CpuLora:
             self.vectors.put(slot, adapter.vectors)
         if self.norms is not None:
             self.norms.put(slot, adapter.norms)
+        if self.head_norms is not None:
+            self.head_norms.put(slot, adapter.head_norms)
+        if self.inputs is not None:
+            self.inputs.put(slot, adapter.inputs)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
@@ -66,6 +74,10 @@ class CpuLora:
             self.vectors.begin(slots)
         if self.norms is not None:
             self.norms.begin(slots)
+        if self.head_norms is not None:
+            self.head_norms.begin(slots)
+        if self.inputs is not None:
+            self.inputs.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)

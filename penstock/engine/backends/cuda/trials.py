@@ -6,9 +6,12 @@ A trial ends with its measurement: it becomes the rule or goes, and its variable
 
 from __future__ import annotations
 
+import logging
 import os
 
 from penstock.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 GATHER_16BIT = "PENSTOCK_GATHER_16BIT"
 """Keys and values of 16-bit caches are gathered for long chunks, as those of quantized caches are."""
@@ -23,4 +26,6 @@ def is_on(variable: str) -> bool:
     value = os.environ.get(variable, "0")
     if value not in ("0", "1"):
         raise ConfigError(f"{variable}: {value!r} must be 1 (tried) or 0 (not)")
+    if value == "1":
+        log.warning("%s is on: a variant that no device has been timed with", variable)
     return value == "1"

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.head_norms import HeadNormBank
+from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 
 _BLOCK = 1 << 30
 """Tokens per tile: all that share a slot."""
@@ -24,8 +26,10 @@ class ReferenceLora:
 
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
         self.rows: RowBank | None = None
-        self.vectors: VectorBank | None = None
-        self.norms: NormBank | None = None
+        self.vectors: Vectors | None = None
+        self.norms: Norms | None = None
+        self.head_norms: HeadNormBank | None = None
+        self.inputs: InputBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -40,6 +44,10 @@ class ReferenceLora:
             self.vectors.put(slot, adapter.vectors)
         if self.norms is not None:
             self.norms.put(slot, adapter.norms)
+        if self.head_norms is not None:
+            self.head_norms.put(slot, adapter.head_norms)
+        if self.inputs is not None:
+            self.inputs.put(slot, adapter.inputs)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
@@ -50,6 +58,10 @@ class ReferenceLora:
             self.vectors.begin(slots)
         if self.norms is not None:
             self.norms.begin(slots)
+        if self.head_norms is not None:
+            self.head_norms.begin(slots)
+        if self.inputs is not None:
+            self.inputs.begin(slots)
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [

@@ -59,8 +59,11 @@ class EngineLinear(nn.Module):
         if self.columns is not None:
             rows = rows[:, slice(*self.columns)]
         rows = rows.contiguous()
-        y = self.linear(rows)
-        if self.kernel is not None:
+        if self.kernel is None:
+            y = self.linear(rows)
+        else:
+            inputs = self.kernel.inputs
+            y = (self.linear if inputs is None else inputs.over(self.linear, self.placed))(rows)
             self.kernel.add(rows, y, self.placed)
         if self.over_ranks is not None:
             y = self.over_ranks(y)

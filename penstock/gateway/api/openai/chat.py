@@ -36,7 +36,7 @@ from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest, served_tier
 from penstock.gateway.generation.spellings import respell
 from penstock.gateway.generation.turn import Conversations, TurnRecorder, UnstoredAnswer
-from penstock.gateway.server_tools.loop import ToolAnswers
+from penstock.gateway.server_tools.answers import ToolAnswers
 from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
 

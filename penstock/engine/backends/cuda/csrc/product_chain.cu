@@ -11,8 +11,8 @@
 // turns. Sums of slices meet in shared memory at the end of a product.
 //
 // Built with: CHAIN, the links in order; BLOCKS of the grid; WARPS of a block; STAGES of the ring; TENSOR=1 to multiply
-// with tensor cores; RESIDENT, how many blocks the registers of a multiprocessor have to hold. For timings: WAITS=0
-// leaves out the waiting between products (results are wrong then), MULTIPLIES=0 all but the copies.
+// with tensor cores. For timings: WAITS=0 leaves out the waiting between products (results are wrong then), MULTIPLIES=0
+// all but the copies.
 #include "pieces.cuh"
 
 #ifndef WAITS
@@ -20,9 +20,6 @@
 #endif
 #ifndef MULTIPLIES
 #define MULTIPLIES 1
-#endif
-#ifndef RESIDENT
-#define RESIDENT 1
 #endif
 
 constexpr int PIECE = 16;         // bytes that a lane copies at once
@@ -280,30 +277,28 @@ template <class L>
 struct Sums {
     float tiles[ROWS / 2][4] = {};
 
-    __device__ __forceinline__ void add(const uint4 (&weights)[ROWS], const Inputs<L>& inputs, int c) {
+    // Rows r and r + 1 of a stage.
+    __device__ __forceinline__ void add(uint4 first, uint4 second, int r, const Inputs<L>& inputs, int c) {
+        uint32_t even[4], odd[4];
+        words_of(even, first);
+        words_of(odd, second);
+        if constexpr (L::fp8) {
 #pragma unroll
-        for (int r = 0; r < ROWS; r += 2) {
-            uint32_t even[4], odd[4];
-            words_of(even, weights[r]);
-            words_of(odd, weights[r + 1]);
-            if constexpr (L::fp8) {
+            for (int i = 0; i < 4; ++i) {
+                const uint2 upper = e4m3x4_to_f16x4(even[i]), lower = e4m3x4_to_f16x4(odd[i]);
+                const uint32_t a[4] = {upper.x, lower.x, upper.y, lower.y};
+                const uint32_t b[2] = {inputs.high[c][2 * i], inputs.high[c][2 * i + 1]};
+                mma_f16(tiles[r / 2], a, b);
+            }
+        } else {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint2 upper = e4m3x4_to_f16x4(even[i]), lower = e4m3x4_to_f16x4(odd[i]);
-                    const uint32_t a[4] = {upper.x, lower.x, upper.y, lower.y};
-                    const uint32_t b[2] = {inputs.high[c][2 * i], inputs.high[c][2 * i + 1]};
-                    mma_f16(tiles[r / 2], a, b);
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; i += 2) {
-                    const uint32_t a[4] = {even[i], odd[i], even[i + 1], odd[i + 1]};
-                    const uint32_t b[2] = {inputs.high[c][i], inputs.high[c][i + 1]};
-                    mma_bf16(tiles[r / 2], a, b);
-                    if constexpr (Inputs<L>::split) {
-                        const uint32_t rest[2] = {inputs.low[c][i], inputs.low[c][i + 1]};
-                        mma_bf16(tiles[r / 2], a, rest);
-                    }
+            for (int i = 0; i < 4; i += 2) {
+                const uint32_t a[4] = {even[i], odd[i], even[i + 1], odd[i + 1]};
+                const uint32_t b[2] = {inputs.high[c][i], inputs.high[c][i + 1]};
+                mma_bf16(tiles[r / 2], a, b);
+                if constexpr (Inputs<L>::split) {
+                    const uint32_t rest[2] = {inputs.low[c][i], inputs.low[c][i + 1]};
+                    mma_bf16(tiles[r / 2], a, rest);
                 }
             }
         }
@@ -350,7 +345,7 @@ template <class L>
 struct Sums {
     float rows[ROWS] = {};
 
-    __device__ __forceinline__ void add(const uint4 (&weights)[ROWS], const Inputs<L>& inputs, int c) {
+    __device__ __forceinline__ void add(uint4 first, uint4 second, int r, const Inputs<L>& inputs, int c) {
         float x[L::per_lane];
 #pragma unroll
         for (int i = 0; i < L::per_lane / 2; ++i) {
@@ -363,26 +358,29 @@ struct Sums {
                 x[2 * i + 1] = pair.y;
             }
         }
+        rows[r] = multiply(rows[r], first, x);
+        rows[r + 1] = multiply(rows[r + 1], second, x);
+    }
+
+    static __device__ __forceinline__ float multiply(float sum, uint4 weights, const float (&x)[L::per_lane]) {
+        uint32_t words[4];
+        words_of(words, weights);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            uint32_t words[4];
-            words_of(words, weights[r]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if constexpr (L::fp8) {
-                    const uint2 halves = e4m3x4_to_f16x4(words[i]);
-                    const float2 low = f16x2_to_float2(halves.x), high = f16x2_to_float2(halves.y);
-                    rows[r] = fmaf(low.x, x[4 * i], rows[r]);
-                    rows[r] = fmaf(low.y, x[4 * i + 1], rows[r]);
-                    rows[r] = fmaf(high.x, x[4 * i + 2], rows[r]);
-                    rows[r] = fmaf(high.y, x[4 * i + 3], rows[r]);
-                } else {
-                    const float2 w = bf16x2_to_float2(words[i]);
-                    rows[r] = fmaf(w.x, x[2 * i], rows[r]);
-                    rows[r] = fmaf(w.y, x[2 * i + 1], rows[r]);
-                }
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (L::fp8) {
+                const uint2 halves = e4m3x4_to_f16x4(words[i]);
+                const float2 low = f16x2_to_float2(halves.x), high = f16x2_to_float2(halves.y);
+                sum = fmaf(low.x, x[4 * i], sum);
+                sum = fmaf(low.y, x[4 * i + 1], sum);
+                sum = fmaf(high.x, x[4 * i + 2], sum);
+                sum = fmaf(high.y, x[4 * i + 3], sum);
+            } else {
+                const float2 w = bf16x2_to_float2(words[i]);
+                sum = fmaf(w.x, x[2 * i], sum);
+                sum = fmaf(w.y, x[2 * i + 1], sum);
             }
         }
+        return sum;
     }
 
     __device__ __forceinline__ void get(float (&found)[ROWS], const Inputs<L>&) const {
@@ -459,11 +457,13 @@ __device__ __forceinline__ void run(Source& source, int& slot, const Arguments& 
                 unsigned char* stage = memory.ring + slot;
                 slot = slot + STAGE == RING ? 0 : slot + STAGE;
 #if MULTIPLIES
-                uint4 weights[ROWS];
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) weights[r] = *reinterpret_cast<const uint4*>(stage + r * UNIT);
-                fill(source, stage, arguments);
-                found.add(weights, inputs, c);
+                for (int r = 0; r < ROWS; r += 2) {
+                    const uint4 even = *reinterpret_cast<const uint4*>(stage + r * UNIT);
+                    const uint4 odd = *reinterpret_cast<const uint4*>(stage + (r + 1) * UNIT);
+                    if (r + 2 == ROWS) fill(source, stage, arguments);  // all of it has been read
+                    found.add(even, odd, r, inputs, c);
+                }
 #else
                 fill(source, stage, arguments);
 #endif
@@ -509,7 +509,7 @@ __device__ __forceinline__ void run(Source& source, int& slot, const Arguments& 
     if constexpr (I + 1 < Products::count) run<I + 1>(source, slot, arguments, memory);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_chain(const Arguments arguments) {
+extern "C" __global__ void product_chain(const Arguments arguments) {
     DYNAMIC_SHARED(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Memory memory;

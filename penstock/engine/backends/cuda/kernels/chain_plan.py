@@ -22,8 +22,10 @@ _UNIT = 512
 """Bytes that a warp copies of a row at once."""
 _ROWS = 4
 """Of a stage of the ring, a unit of each."""
-_FEW_WORDS, _MOST_WORDS = 32, 64
+_FEW_WORDS, _MOST_WORDS = 16, 64
 """Registers of a lane for its inputs: what is good, and the limit."""
+_FEW, _MORE, _ORDINARY = 80, 96, 128
+"""Registers of a lane that are enough: with few inputs, with more, and for ordinary arithmetic."""
 _SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
 _FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS")
@@ -31,15 +33,17 @@ _FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS")
 
 @dataclass(frozen=True, slots=True)
 class ChainShape:
-    """A launch: one block to a multiprocessor, and for each of its warps a ring of `stages` of 2 KiB."""
+    """A launch: one block to a multiprocessor, and for each of its warps a ring of `stages` of 2 KiB. The next chain of
+    a step begins to read while attention computes, on multiprocessors with room for both: those of an 8B model take 135
+    and 73 of 228 KiB, 80 x 512 and 168 x 128 of 65,536 registers."""
 
     blocks: int
     warps: int = 16
-    stages: int = 5
+    stages: int = 4
     tensor: bool = True
     """Tensor cores multiply; otherwise ordinary arithmetic in float32."""
-    resident: int = 1
-    """Blocks that the registers of a multiprocessor have to hold: two leave half of them to the kernels around it."""
+    registers: int = 0
+    """Of a thread at most; 0: few enough, without spilling."""
     waits: bool = True
     """Without them results are wrong: to time what waiting for each other costs."""
     multiplies: bool = True
@@ -67,6 +71,11 @@ class LinkPlan:
     @property
     def parts(self) -> int:
         return 2 if self.gated else 1
+
+    @property
+    def words(self) -> int:
+        """Registers of a lane for its inputs."""
+        return _words(self.columns, self.fp8, self.norm)
 
     @property
     def text(self) -> str:
@@ -98,10 +107,16 @@ class ChainPlan:
             "WARPS": shape.warps,
             "STAGES": shape.stages,
             "TENSOR": int(shape.tensor),
-            "RESIDENT": shape.resident,
             "WAITS": int(shape.waits),
             "MULTIPLIES": int(shape.multiplies),
         }
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the compiler."""
+        few = max(link.words for link in self.links) <= _FEW_WORDS
+        enough = _ORDINARY if not self.shape.tensor else _FEW if few else _MORE
+        return (f"--maxrregcount={self.shape.registers or enough}",)
 
     def arguments(
         self, links: Sequence[Link], x: Tensor, residual: Tensor, outs: Sequence[Tensor | None], counter: Tensor
@@ -159,18 +174,19 @@ def _follow(links: Sequence[Link]) -> bool:
 
 
 def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
-    """As few stages for each warp as can be, then as few inputs."""
+    """With few registers for inputs if that is possible; then as few stages for each warp as can be."""
     fp8 = link.weight.dtype == FP8
     units = -(-link.inputs * (1 if fp8 else 2) // _UNIT)
     rows = -(-link.outputs // shape.blocks)
-    best: tuple[bool, int, int, int] | None = None
+    best: tuple[int, int, int, int] | None = None
     for slices in (1 << bit for bit in range(shape.warps.bit_length())):
         columns = -(-units // slices)
-        words = columns * (8 if fp8 or link.norm is not None else 4)
+        words = _words(columns, fp8, link.norm is not None)
         if shape.warps % slices or words > _MOST_WORDS:
             continue
         stages = -(-rows // (_ROWS * (shape.warps // slices))) * columns
-        best = min(best or (True, 1 << 30, 0, 0), (words > _FEW_WORDS, stages, columns, slices))
+        taken = (max(words, _FEW_WORDS) - 1).bit_length()
+        best = min(best or (32, 0, 0, 0), (taken, stages, columns, slices))
     if best is None:
         return None
     return LinkPlan(
@@ -184,6 +200,11 @@ def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
         slices=best[3],
         columns=best[2],
     )
+
+
+def _words(columns: int, fp8: bool, norm: bool) -> int:
+    """In bfloat16 those with gains are two numbers each."""
+    return columns * (8 if fp8 or norm else 4)
 
 
 class _Link(ctypes.Structure):

@@ -70,7 +70,7 @@ class ProductChain:
         """`x` [1, K of the first link]; `residual` [1, hidden] is changed in place. Returns the last link's output
         [1, N], unless that adds to the residual stream."""
         plan, device = self.plan, x.device
-        kernel = nvrtc.kernel(device, SOURCE, ENTRY, defines=plan.defines)
+        kernel = nvrtc.kernel(device, SOURCE, ENTRY, defines=plan.defines, options=plan.options)
         outs = [None if link.residual else x.new_empty((1, link.outputs)) for link in plan.links]
         if not common.is_building():
             kernel.launch(

@@ -27,7 +27,7 @@ from penstock.engine.backends.cuda.nvrtc.driver import (
     has,
 )
 
-_MAX_THREADS, _SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED = 0, 1, 3, 4, 8
+_MAX_THREADS, _SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED, _CARVEOUT = 0, 1, 3, 4, 8, 9
 """CU_FUNC_ATTRIBUTE_*."""
 _FREE_SHARED = 48 * 1024
 """What a kernel may have without asking."""
@@ -103,6 +103,8 @@ class Kernel:
         if shared_bytes > self._allowed_shared:
             with torch.cuda.device(self.device):
                 call("cuFuncSetAttribute", self._function, c_int(_MAX_DYNAMIC_SHARED), c_int(shared_bytes))
+                # All of it, not just what one block takes: else no kernel that needs some runs beside this one.
+                call("cuFuncSetAttribute", self._function, c_int(_CARVEOUT), c_int(100))
             self._allowed_shared = shared_bytes
 
     def _attribute(self, which: int) -> int:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.gateway.api.openai.responses.background_run import BackgroundRun
 from penstock.gateway.api.openai.responses.background_store import split_events
 from penstock.gateway.api.openai.responses.renderer import ResponseRenderer
 from penstock.gateway.api.openai.responses.store import ResponseRecord
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
-from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.server_tools.steps import StepsRenderer
 from penstock.protocol.errors import ApiError
 
 if TYPE_CHECKING:
     from penstock.gateway.api.openai.responses.background import BackgroundResponses
 
 
-class BackgroundRenderer(Renderer):
+class BackgroundRenderer(StepsRenderer):
     """Writes the events of a response into its run. `exchange`: of the request in memory."""
 
     def __init__(
@@ -58,6 +59,17 @@ class BackgroundRenderer(Renderer):
         written = self._inner.event(piece)
         self._run.record(split_events(written))
         return written
+
+    def tool_event(self, event: dict[str, Any]) -> bytes:
+        written = self._inner.tool_event(event)
+        self._run.record(split_events(written))
+        return written
+
+    def follow(self, generation: Generation) -> None:
+        self._inner.follow(generation)
+
+    async def keep(self) -> None:
+        await self.before_end()
 
     def closing(self) -> bytes:
         self._last = self._inner.closing()

@@ -112,7 +112,8 @@ class CompactionRenderer(Renderer):
             "type": "compaction",
             "encrypted_content": sealed(summary, SUMMARY),
         }
-        return encode_json({**self._head, "output": [*items, compaction], "usage": usage_of(self._generation)})
+        usage = usage_of(self._generation.usage(), self._generation.cached_tokens)
+        return encode_json({**self._head, "output": [*items, compaction], "usage": usage})
 
     def _id(self, kind: str, index: int) -> str:
         return output_id(kind, self._generation.id, index)

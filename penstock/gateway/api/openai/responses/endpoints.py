@@ -10,7 +10,9 @@ from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.api.openai.responses.background import BackgroundResponses
 from penstock.gateway.api.openai.responses.background_renderer import BackgroundRenderer
-from penstock.gateway.api.openai.responses.background_run import background_run
+from penstock.gateway.api.openai.responses.background_run import BackgroundRun, background_run
+from penstock.gateway.api.openai.responses.file_search_loop import FileSearchLoop, SearchParts
+from penstock.gateway.api.openai.responses.file_search_renderer import FileSearchRenderer
 from penstock.gateway.api.openai.responses.input_items import (
     chat_request,
     conversation_of,
@@ -21,25 +23,27 @@ from penstock.gateway.api.openai.responses.renderer import ResponseRenderer
 from penstock.gateway.api.openai.responses.schemas import (
     LOGPROBS,
     SEALED,
+    SEARCH_RESULTS,
     UNSUPPORTED,
     InputTokensRequest,
     ResponsesRequest,
 )
-from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseRecord, ResponseStore
 from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.truncation import TruncatedTurn
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.question import Question, chat_question
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
 from penstock.gateway.generation.resumption import HEADER, asked_for
-from penstock.gateway.generation.sampling import token_limit
-from penstock.gateway.generation.schemas import ChatMessage
+from penstock.gateway.generation.sampling import TokenLimit, token_limit
+from penstock.gateway.generation.schemas import ChatMessage, ChatRequest
 from penstock.gateway.generation.tokenization import (
     check_counted,
     check_size,
@@ -48,7 +52,11 @@ from penstock.gateway.generation.tokenization import (
     tools_size,
 )
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
-from penstock.gateway.generation.turn import Conversations, Turn
+from penstock.gateway.generation.turn import Conversations, Turn, TurnRecorder
+from penstock.gateway.rag.vector_stores.file_search import DEFAULT_RESULTS, FileSearch, FileSearches
+from penstock.gateway.rag.vector_stores.schemas import attribute_filter
+from penstock.gateway.rag.vector_stores.search import StoreSearch
+from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
 
 _decoder = RequestDecoder(ResponsesRequest)
@@ -68,8 +76,12 @@ class ResponseEndpoints:
         conversations: Conversations,
         store: ResponseStore | NoResponseStore,
         background: BackgroundResponses | None,
+        searches: FileSearches,
+        search_parts: SearchParts,
     ) -> None:
         """`background`: generates responses without a client; None where none are stored."""
+        self._searches = searches
+        self._search_parts = search_parts
         self._pipeline = pipeline
         self._conversations = conversations
         self._references = ResponseReferences(store, pipeline.permissions)
@@ -86,15 +98,14 @@ class ResponseEndpoints:
         if request.background and run is None:
             await self._checked_background(exchange, request).create(exchange, body, stream=bool(request.stream))
             return
-        for name in request.include or ():
-            if name not in (LOGPROBS, SEALED):  # other items that could be included are never made here
-                ignore_advice(exchange, f"include.{name}")
         asked, param = request.max_output_tokens, "max_output_tokens"
         if asked is None and request.max_tokens:
             asked, param = request.max_tokens, "max_tokens"
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
-        resumption = asked_for(exchange, stream=request.stream, conversation=request.conversation)
         tools = OfferedTools(exchange, request.tools)
+        resumption = asked_for(
+            exchange, stream=request.stream, conversation=request.conversation, file_search=tools.file_search
+        )
         # Instructions are for one answer: they are no part of a conversation.
         async with self._conversations.open(exchange, request.conversation, keep_system=False) as turn:
             exchange.continues = request.previous_response_id or ""
@@ -104,6 +115,11 @@ class ResponseEndpoints:
                 earlier = await self._references.earlier(exchange, request.previous_response_id)
             items = await self._references.resolved(exchange, request.input)
             conversation = conversation_of(exchange, items, earlier, tools)
+            included = (LOGPROBS, SEALED) if tools.file_search is None else (LOGPROBS, SEALED, SEARCH_RESULTS)
+            for name in request.include or ():
+                if name not in included:  # other items that could be included are never made here
+                    ignore_advice(exchange, f"include.{name}")
+            search = await self._search(exchange, request, tools)
             said = conversation[len(earlier) :] if turn.stored else conversation
             if request.truncation == "auto" and not turn.stored:
                 turn, said = await self._truncatable(exchange, said)
@@ -116,6 +132,9 @@ class ResponseEndpoints:
                 attempt.resumption = resumption
                 with renamed(_NAMES):
                     chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said, tools)
+                    if search is not None:
+                        await self._searching(attempt, request, chat, limit, turn, tools, search, record, run)
+                        return
                     generation = await pipeline.chat(attempt, chat, limit, turn)
                     rename_ignored(exchange)
                 recorder = turn.recorder(attempt, generation)
@@ -169,6 +188,52 @@ class ResponseEndpoints:
                 work.tokens = len(tokens)
                 check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    async def _search(self, exchange: Exchange, request: ResponsesRequest, tools: OfferedTools) -> FileSearch | None:
+        """The search that a request offers to the model."""
+        asked, at = tools.file_search, tools.file_search_at
+        if asked is None:
+            return None
+        if exchange.header(HEADER) is not None:
+            raise InvalidRequest("A stream with `file_search` cannot be resumed: send no `Last-Event-ID`.", param=at)
+        if request.rag is not None:
+            raise InvalidRequest("`rag` and `file_search` both number their sources; send one of them.", param="rag")
+        wanted = StoreSearch.of(
+            attribute_filter(asked.filters, f"{at}.filters"),
+            asked.max_num_results or DEFAULT_RESULTS,
+            asked.ranking_options,
+            f"{at}.ranking_options",
+        )
+        return await self._searches.open(exchange, asked.vector_store_ids, wanted, at)
+
+    async def _searching(
+        self,
+        attempt: Attempt,
+        request: ResponsesRequest,
+        chat: ChatRequest,
+        limit: TokenLimit,
+        turn: Turn,
+        tools: OfferedTools,
+        search: FileSearch,
+        record: ResponseRecord | None,
+        run: BackgroundRun | None,
+    ) -> None:
+        """Answer in steps, with searches between them."""
+        store = None if record is None or run is not None else functools.partial(self._references.put, record)
+
+        def render(generation: Generation, recorder: TurnRecorder, totals: StepTotals) -> StepsRenderer:
+            rename_ignored(attempt.exchange)
+            background, first = (None, None) if run is None else (run.id, run.first_event)
+            about = (request, tools, generation, recorder, store, search, totals, loop.said)
+            renderer = FileSearchRenderer(*about, background=background, first_event=first)
+            if run is None:
+                return renderer
+            assert self._background is not None and record is not None
+            return BackgroundRenderer(self._background, run, attempt.exchange, renderer, record)
+
+        self._pipeline.cache.check(attempt.exchange)
+        loop = FileSearchLoop(self._search_parts, attempt, chat, limit, turn, render, search, request.max_tool_calls)
+        await loop.run(stream=bool(request.stream) or run is not None)
 
     async def _truncatable(self, exchange: Exchange, said: list[ChatMessage]) -> tuple[Turn, list[ChatMessage]]:
         """A turn that may leave out the oldest messages, and those that it must not."""

@@ -17,6 +17,7 @@ from penstock.gateway.api.openai.responses.schemas import (
     CallOutputItem,
     CompactionItem,
     CustomCallItem,
+    FileSearchCallItem,
     InputText,
     LocalShellOutputItem,
     MessageItem,
@@ -44,11 +45,13 @@ from penstock.gateway.generation.tool_schemas import (
     FunctionCall,
     ToolCall,
 )
+from penstock.gateway.rag.vector_stores.file_search import NAME as FILE_SEARCH
+from penstock.gateway.rag.vector_stores.file_search import recalled
 from penstock.protocol.errors import InvalidRequest
 from penstock.tools import free_text
 
 FOREIGN = frozenset(
-    ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call")
+    ("web_search_call", "code_interpreter_call", "image_generation_call")
     + ("computer_call", "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request")
     + ("mcp_approval_response", "tool_search_call", "tool_search_output", "program", "program_output")
     + ("configuration_update",)
@@ -79,6 +82,7 @@ _output = RequestDecoder(CallOutputItem)
 _local_shell_output = RequestDecoder(LocalShellOutputItem)
 _shell_output = RequestDecoder(ShellOutputItem)
 _patch_output = RequestDecoder(PatchOutputItem)
+_file_search_call = RequestDecoder(FileSearchCallItem)
 SHARED = frozenset(Sampling.__struct_fields__) - {"max_tokens", "n", "stream", "stream_options", "response_format"}
 """Parameters that mean the same in chat completions and are passed on as they are."""
 THINKING = (
@@ -178,6 +182,7 @@ class _ItemReader:
             "shell_call_output": self._shell_output,
             "apply_patch_call": self._patch_call,
             "apply_patch_call_output": self._patch_output,
+            "file_search_call": self._file_search_call,
             "additional_tools": self._additional_tools,
         }
 
@@ -236,6 +241,18 @@ class _ItemReader:
         self._calls.add(call_id)
         call = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
         add_call(self.messages, call, self._take_thought())
+
+    def _file_search_call(self, raw: msgspec.Raw, at: str) -> None:
+        """A search and its results, if the client has kept them; what was said after it is there in any case."""
+        call = _file_search_call(self._exchange, raw, at)
+        if call.results is None:
+            ignore_advice(self._exchange, "input.file_search_call")
+            return
+        id = call.id or f"fs_{len(self.messages)}"
+        if id in self._known:
+            return
+        self._add_call(id, None, FILE_SEARCH, encode_json({"queries": call.queries}).decode())
+        self._add_result(id, recalled(msgspec.to_builtins(call.results)), at)
 
     # --- results
 

@@ -16,6 +16,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "local_shell_call": "lsh",
     "compaction": "cmp",
+    "file_search_call": "fs",
 }
 
 

@@ -7,7 +7,7 @@ answer that is not streamed is the state after the last piece.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +23,6 @@ from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
-from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.sampling import first_given
 from penstock.gateway.generation.schemas import ChatMessage, served_tier
 from penstock.gateway.generation.tool_schemas import (
@@ -31,6 +30,7 @@ from penstock.gateway.generation.tool_schemas import (
     ToolCall,
 )
 from penstock.gateway.generation.turn import TurnRecorder
+from penstock.gateway.server_tools.steps import StepsRenderer
 from penstock.protocol.errors import ApiError
 
 QUEUED_EVENTS = 2
@@ -41,7 +41,7 @@ StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
 """Stores a response: its id, the object, the messages of the assistant."""
 
 
-class ResponseRenderer(Renderer):
+class ResponseRenderer(StepsRenderer):
     """See `Renderer`. `store` is given when the response is to be stored."""
 
     def __init__(
@@ -101,6 +101,9 @@ class ResponseRenderer(Renderer):
 
     def event(self, piece: Piece) -> bytes:
         return self._encode(self._steps(piece))
+
+    def tool_event(self, event: dict[str, Any]) -> bytes:
+        return b""  # the client runs all tools
 
     def closing(self) -> bytes:
         response = self._finished()
@@ -255,8 +258,11 @@ class ResponseRenderer(Renderer):
                 response["incomplete_details"]["stop_reason"] = TIME_LIMIT
         else:
             response["completed_at"] = int(time.time())
-        response["usage"] = usage_of(self._generation)
+        response["usage"] = self._usage()
         return response
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._generation.usage(), self._generation.cached_tokens)
 
     def _object(self, status: str) -> dict[str, Any]:
         return {**self._head, "status": status, "output": self._output}
@@ -279,12 +285,11 @@ class ResponseRenderer(Renderer):
         return said or [ChatMessage(role="assistant", content="")]  # it was cut off inside the thought
 
 
-def usage_of(generation: Generation) -> dict[str, Any]:
+def usage_of(usage: Mapping[str, object], cached_tokens: int) -> dict[str, Any]:
     """What was used, in the words of this API."""
-    usage = generation.usage()
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

@@ -39,6 +39,9 @@ def _events(response: dict[str, Any]) -> Iterator[Event]:
         elif item["type"] == "custom_tool_call":
             yield "response.custom_tool_call_input.delta", {**place, "delta": item["input"]}
             yield "response.custom_tool_call_input.done", {**place, "input": item["input"]}
+        elif item["type"] == "file_search_call":
+            for state in ("in_progress", "searching", "completed"):
+                yield f"response.file_search_call.{state}", place
         yield "response.output_item.done", {"output_index": index, "item": item}
     yield f"response.{response['status']}", {"response": response}
 
@@ -60,5 +63,6 @@ def _empty(item: dict[str, Any]) -> dict[str, Any]:
         "message": {"content": []},
         "function_call": {"arguments": ""},
         "custom_tool_call": {"input": ""},
+        "file_search_call": {"results": None},
     }
     return {**item, **empty.get(item["type"], {}), "status": "in_progress"}

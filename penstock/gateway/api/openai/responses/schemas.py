@@ -30,9 +30,12 @@ from penstock.gateway.generation.schemas import (
 from penstock.gateway.generation.tool_schemas import (
     FunctionDefinition,
 )
+from penstock.gateway.rag.vector_stores.schemas import Filter, RankingOptions
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for to get log-probabilities."""
+SEARCH_RESULTS = "file_search_call.results"
+"""The same for what searches found."""
 SEALED = "reasoning.encrypted_content"
 """The same for thoughts in a form that is only sent back."""
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -210,6 +213,34 @@ class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[Raw], Meta(max_length=256)]
 
 
+class FileSearchTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Search in vector stores, which this server does."""
+
+    type: Literal["file_search"]
+    vector_store_ids: Annotated[list[Name], Meta(min_length=1, max_length=8)]
+    filters: Filter | None = None
+    max_num_results: Annotated[int, Meta(ge=1, le=50)] | None = None
+    ranking_options: RankingOptions | None = None
+
+
+class SearchResult(Struct, forbid_unknown_fields=True, kw_only=True):
+    text: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+    score: float | None = None
+    attributes: dict[str, Any] | None = None
+
+
+class FileSearchCallItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What was searched for in an earlier answer."""
+
+    type: str
+    id: str | None = None
+    status: str | None = None
+    queries: Annotated[list[str], Meta(max_length=64)]
+    results: Annotated[list[SearchResult], Meta(max_length=256)] | None = None
+
+
 class ChosenTool(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The tool that must be called, or those that may be."""
 
@@ -245,7 +276,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     store: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=INT64)] | None = None
-    """Of tools that the server runs; of those, a response calls none."""
+    """Of `file_search`, the only tool that the server runs."""
     tools: Annotated[list[Raw], Meta(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None

@@ -1,8 +1,8 @@
 """The tools of a response as functions that a model can call, and its calls as the items that the client expects.
 
 Every tool that the client runs is offered: functions, free-text tools, and the built-in `local_shell`, `shell` and
-`apply_patch`. Tools in a namespace get qualified names. Tools that a server would have to run are left out, and named
-in `x-penstock-ignored`.
+`apply_patch`. Tools in a namespace get qualified names. `file_search` is run here. Other tools that a server would have
+to run are left out, and named in `x-penstock-ignored`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from msgspec import Raw, Struct
 from penstock.gateway.api.openai.responses.schemas import (
     ChosenTool,
     CustomTool,
+    FileSearchTool,
     FunctionTool,
     GrammarText,
     NamespaceTool,
@@ -32,10 +33,12 @@ from penstock.gateway.generation.tool_schemas import (
     ToolDefinition,
     free_text_function,
 )
+from penstock.gateway.rag.vector_stores.file_search import DESCRIPTION, PARAMETERS
+from penstock.gateway.rag.vector_stores.file_search import NAME as FILE_SEARCH
 from penstock.protocol.errors import InvalidRequest
 from penstock.tools import free_text
 
-Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch"]
+Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "file_search"]
 MOST_TOOLS = 512
 """Of one request, those in namespaces included."""
 
@@ -48,6 +51,7 @@ _type = msgspec.json.Decoder(_Type)
 _function = RequestDecoder(FunctionTool)
 _custom = RequestDecoder(CustomTool)
 _namespace = RequestDecoder(NamespaceTool)
+_file_search = RequestDecoder(FileSearchTool)
 
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _MILLISECONDS = {"type": "integer", "description": "Time limit in milliseconds."}
@@ -95,6 +99,9 @@ class OfferedTools:
     def __init__(self, exchange: Exchange, tools: Sequence[Raw] | None) -> None:
         self._exchange = exchange
         self._offered: dict[str, Offered] = {}
+        self.file_search: FileSearchTool | None = None
+        self.file_search_at = ""
+        """Where it is in the request."""
         self.add(tools or (), "tools")
 
     def add(self, tools: Sequence[Raw], at: str) -> None:
@@ -118,6 +125,9 @@ class OfferedTools:
                 self._add(inner, f"{at}.tools[{index}]", group)
         elif kind in _BUILT_IN and group is None:
             self._offer(kind, kind, _BUILT_IN[kind][0], at, None, None)
+        elif kind == FILE_SEARCH and group is None:
+            self._offer("file_search", FILE_SEARCH, DESCRIPTION, at, None, None)
+            self.file_search, self.file_search_at = _file_search(exchange, raw, at), at
         else:
             ignore_advice(exchange, f"tools.{kind[:64]}")
 
@@ -145,6 +155,8 @@ class OfferedTools:
             syntax: free_text.Syntax = wanted.syntax if isinstance(wanted, GrammarText) else "text"
             grammar = wanted.definition if isinstance(wanted, GrammarText) else ""
             function = free_text_function(full, description, syntax, grammar)
+        elif kind == FILE_SEARCH:
+            function = FunctionDefinition(name=full, description=description, parameters=PARAMETERS)
         else:
             _, properties, required = _BUILT_IN[kind]
             schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -183,10 +195,11 @@ class OfferedTools:
         """The functions behind an entry of `allowed_tools`; none for what is not run here."""
         if chosen.type == "namespace":
             return [name for name, tool in self._offered.items() if tool.namespace == chosen.name]
-        return [self._name(chosen)] if chosen.type in ("function", "custom", *_BUILT_IN) else []
+        run_here = chosen.type == FILE_SEARCH and self.file_search is not None
+        return [self._name(chosen)] if run_here or chosen.type in ("function", "custom", *_BUILT_IN) else []
 
     def _name(self, chosen: ChosenTool) -> str:
-        if chosen.type in _BUILT_IN:
+        if chosen.type in _BUILT_IN or (chosen.type == FILE_SEARCH and self.file_search is not None):
             return chosen.type
         if chosen.type not in ("function", "custom"):
             raise InvalidRequest(
