@@ -31,11 +31,11 @@ async def begun(client: openai.AsyncOpenAI, size: int, **more: Any) -> Any:
     )
 
 
-async def test_a_batch_runs_from_a_file_that_came_in_parts(serving: Serving, store_url: str, tmp_path: Path) -> None:
+async def test_a_batch_runs_from_a_file_that_came_in_parts(serving: Serving, tmp_path: Path) -> None:
     content = jsonl(*(request(f"lïne {number}") for number in range(4)))
     path = tmp_path / "questions.jsonl"
     path.write_bytes(content)
-    async with serving(**settings(store_url)) as running, client_of(running) as client:
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
         # Small parts, which cut lines and characters.
         upload = await client.uploads.upload_file_chunked(
             file=path,
