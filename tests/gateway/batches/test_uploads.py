@@ -214,3 +214,19 @@ async def test_tenants_do_not_see_each_other(serving: Serving, tmp_path: Path) -
         running.client.headers["authorization"] = running.admin  # type: ignore[attr-defined]
         done = await running.client.post(f"{at}/complete", json={"part_ids": [part]})
         assert done.json()["file"]["bytes"] == 4
+
+
+async def test_a_document_may_be_any_bytes(serving: Serving, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 20
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
+        upload = await client.uploads.upload_file_chunked(
+            file=content,
+            filename="picture.bin",
+            bytes=len(content),
+            mime_type="application/octet-stream",
+            purpose="user_data",
+            part_size=1001,
+            md5=hashlib.md5(content).hexdigest(),
+        )
+        assert upload.file is not None and upload.file.purpose == "user_data"
+        assert (await client.files.content(upload.file.id)).content == content
