@@ -145,6 +145,14 @@ ADMIN = (
     ),
     Endpoint(
         "DELETE",
+        "/v1/models/{model:path}",
+        AdapterEndpoints.delete_model,
+        "Unload an adapter, as clients of OpenAI's API delete a fine-tuned model.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "DELETE",
         "/v1/admin/models/{model:path}",
         ModelAdminEndpoints.unload_model,
         "Unload a model.",

@@ -290,6 +290,7 @@ _SCHEMAS: dict[str, Schema] = {
     "list_adapters": listing(_ADAPTER),
     "load_adapter": _ADAPTER,
     "pin_adapter": _ADAPTER,
+    "delete_model": obj(id=STRING, object=STRING, deleted=BOOLEAN),
     "unload_adapter": obj(id=STRING, object=STRING, deleted=BOOLEAN),
     "erase_kv": obj(object=word("kv.erased"), tenant=STRING, shared=BOOLEAN, complete=BOOLEAN, data=many(_ERASED)),
     "sleep_model": _STATE,

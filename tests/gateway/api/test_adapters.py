@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
@@ -97,7 +98,8 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
         plain = await tokens(client, "tiny")
         assert (await complete(client, "mine")).status_code == 404
         loaded = await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["one"])})
-        assert loaded.status_code == 200 and loaded.json()["state"] == "ready" and loaded.json()["rank"] == 8
+        assert loaded.status_code == 200 and loaded.json()["state"] == "ready"
+        assert (loaded.json()["rank"], loaded.json()["kind"]) == (8, "LoRA")
         first = await tokens(client, "mine")
         assert first != plain
         again = await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["two"])})
@@ -108,6 +110,17 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
         assert (await client.delete("/v1/admin/adapters/mine")).json()["deleted"]
         assert (await complete(client, "mine")).json()["error"]["code"] == "model_not_found"
         assert (await client.delete("/v1/admin/adapters/mine")).status_code == 404
+        # The same as the official SDK asks for it; models are no adapters.
+        sdk = openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+        assert (
+            await client.post("/v1/admin/adapters", json={"name": "mine", "source": str(folders["one"])})
+        ).status_code == 200
+        gone = await sdk.models.delete("mine")
+        assert gone.deleted and gone.id == "mine"
+        with pytest.raises(openai.NotFoundError):
+            await sdk.models.delete("mine")
+        with pytest.raises(openai.BadRequestError, match="no adapter"):
+            await sdk.models.delete("tiny")
         assert (await client.get("/v1/admin/adapters")).json()["data"] == []
 
 

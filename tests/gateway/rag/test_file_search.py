@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from penstock.gateway.api.openai.responses.background_store import RUN_EVENTS, Work
 from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
-from tests.gateway.conftest import Running, Serving
+from tests.gateway.conftest import Running, Serving, eventually, until
 from tests.gateway.rag.test_collections import library, prompt_of
 from tests.gateway.rag.test_vector_stores import CATS, HOURS, LEAVE, client_of, processed, sent
 from tests.gateway.server_tools.test_server_tools import calls, script
@@ -198,10 +201,16 @@ async def test_what_is_asked_of_a_search_is_honoured(
                 await client.responses.create(model="tiny", input="Hi", **wrong)  # type: ignore[call-overload]
         # A store that is gone when the model asks: it is told, and answers.
         running.engine.script = script(text, OPENING, "I cannot search.").script
+        before, running.engine.step_s = len(running.engine.seen), 0.01
         task = asyncio.create_task(client.responses.create(model="tiny", input="Hi", tools=tool(store)))
-        assert (await task).output_text == "I cannot search."
+        await eventually(lambda: len(running.engine.seen) > before)
+        await client.vector_stores.delete(store)
+        failed = await task
+        item = failed.output[0]
+        assert item.type == "file_search_call" and item.status == "failed" and failed.output_text == "I cannot search."
 
 
+@pytest.mark.slow
 async def test_in_the_background(serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel) -> None:
     async with searching(serving, encoder_endpoint, tmp_path, text, OPENING, ANSWER) as (_, client, store, files):
         made = await client.responses.create(model="tiny", input="Hi", tools=tool(store), background=True)
@@ -217,6 +226,39 @@ async def test_in_the_background(serving: Serving, encoder_endpoint: str, tmp_pa
         assert cited.type == "file_citation" and cited.file_id == files["hours.txt"]
         events = [event async for event in await client.responses.retrieve(made.id, stream=True)]
         assert "response.file_search_call.completed" in [event.type for event in events]
+
+
+async def test_in_the_background_every_step_is_billed_once_also_after_a_takeover(
+    serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel
+) -> None:
+    answers = (OPENING, ANSWER, OPENING, ANSWER)
+    async with searching(serving, encoder_endpoint, tmp_path, text, *answers) as (running, client, store, _):
+
+        async def tokens() -> int:
+            data = (await running.client.get("/v1/usage?by=model")).json()["data"]
+            return sum(row["completion_tokens"] for row in data if row["model"] == "tiny")
+
+        stream = await client.responses.create(
+            model="tiny", input="Hi", tools=tool(store), background=True, stream=True
+        )
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].type == "response.completed"
+        whole = events[-1].response
+        assert whole.usage is not None and await until(tokens, lambda found: found >= whole.usage.output_tokens)
+        # As if its gateway had died before the end was stored: it is generated again, under the same charges.
+        database = running.parts.database
+        assert database is not None
+        asked = {"model": "tiny", "input": "Hi", "tools": tool(store), "background": True, "stream": True}
+        work = Work("/v1/responses", json.dumps(asked), [("content-type", "application/json")], "default", "", True)
+        await database.execute(
+            "UPDATE responses SET owner = 'dead', leased_until = ?, work = ?, attempts = 1",
+            time.time(), msgspec.json.encode(work).decode(),
+        )  # fmt: skip
+        again = [event async for event in await client.responses.retrieve(whole.id, stream=True, starting_after=500)]
+        assert [event.sequence_number for event in again] == [RUN_EVENTS + number for number in range(len(again))]
+        assert again[-1].type == "response.completed" and again[-1].response.output_text == whole.output_text
+        assert await tokens() == whole.usage.output_tokens
 
 
 async def test_stores_of_others_are_not_searched(

@@ -86,9 +86,22 @@ class AdapterEndpoints:
 
     async def unload_adapter(self, exchange: Exchange) -> None:
         model, name = self._adapted(exchange)
+        await self._unload(model, name)
+        await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
+
+    async def delete_model(self, exchange: Exchange) -> None:
+        """The same as clients of OpenAI's API ask for it: there, what can be deleted is a fine-tuned model."""
+        name = exchange.path.removeprefix("/v1/models/")
+        if any(model.name == name for model in self._registry):
+            raise InvalidRequest(
+                f"`{name}` is no adapter. DELETE /v1/admin/models/{name} unloads a model.", param="model"
+            )
+        await self._unload(*self._adapter(name))
+        await exchange.reply_json({"id": name, "object": "model", "deleted": True})
+
+    async def _unload(self, model: ServedModel, name: str) -> None:
         await model.backend.unload_adapter(name)
         await self._forget_answers(name)
-        await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
 
     def _owner_of(self, exchange: Exchange, model: ServedModel, request: AdapterLoadRequest) -> str:
         """What the configuration says, or the request; a reload that says nothing keeps the owner."""
@@ -116,7 +129,9 @@ class AdapterEndpoints:
         return models[0]
 
     def _adapted(self, exchange: Exchange) -> tuple[ServedModel, str]:
-        name = exchange.path.removeprefix("/v1/admin/adapters/")
+        return self._adapter(exchange.path.removeprefix("/v1/admin/adapters/"))
+
+    def _adapter(self, name: str) -> tuple[ServedModel, str]:
         for model in self._registry:
             if name in model.adapter_names:
                 return model, name

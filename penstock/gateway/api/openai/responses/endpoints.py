@@ -223,10 +223,9 @@ class ResponseEndpoints:
 
         def render(generation: Generation, recorder: TurnRecorder, totals: StepTotals) -> StepsRenderer:
             rename_ignored(attempt.exchange)
-            background = None if run is None else run.id
-            renderer = FileSearchRenderer(
-                request, tools, generation, recorder, store, search, totals, loop.said, background=background
-            )
+            background, first = (None, None) if run is None else (run.id, run.first_event)
+            about = (request, tools, generation, recorder, store, search, totals, loop.said)
+            renderer = FileSearchRenderer(*about, background=background, first_event=first)
             if run is None:
                 return renderer
             assert self._background is not None and record is not None

@@ -35,8 +35,9 @@ class FileSearchRenderer(ResponseRenderer):
         said: Sequence[dict[str, Any]],
         *,
         background: str | None = None,
+        first_event: int | None = None,
     ) -> None:
-        super().__init__(request, tools, generation, recorder, store, background=background)
+        super().__init__(request, tools, generation, recorder, store, background=background, first_event=first_event)
         self._search = search
         self._totals = totals
         self._said = said
