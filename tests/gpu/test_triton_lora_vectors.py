@@ -16,9 +16,11 @@ from test_triton_lora_ends import ENDS, ON_DEVICE, TIE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from penstock.engine.adapters.apply import FusedLora, GraphLora
 from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
 from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.slot_tables import NormTable, VectorTable
 from penstock.engine.backends.reference.ops import ReferenceOps
@@ -69,6 +71,11 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
                 assert not alters
                 both = both.base + torch.where(both.ranks.unsqueeze(1) > 0, both.delta, 0.0)
             check(f"{dtype} captured, {alters}", both, want, 4 * TOLERANCE[dtype])
+
+
+def test_a_kernel_is_known_as_one_for_graphs_before_any_step() -> None:
+    kernel = TritonLora(ENDS, 2, 16, torch.float32, DEVICE)
+    assert isinstance(kernel, GraphLora) and isinstance(kernel, FusedLora)
 
 
 def test_norms_have_the_gains_of_each_tokens_adapter() -> None:

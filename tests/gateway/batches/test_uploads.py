@@ -31,11 +31,11 @@ async def begun(client: openai.AsyncOpenAI, size: int, **more: Any) -> Any:
     )
 
 
-async def test_a_batch_runs_from_a_file_that_came_in_parts(serving: Serving, store_url: str, tmp_path: Path) -> None:
+async def test_a_batch_runs_from_a_file_that_came_in_parts(serving: Serving, tmp_path: Path) -> None:
     content = jsonl(*(request(f"lïne {number}") for number in range(4)))
     path = tmp_path / "questions.jsonl"
     path.write_bytes(content)
-    async with serving(**settings(store_url)) as running, client_of(running) as client:
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
         # Small parts, which cut lines and characters.
         upload = await client.uploads.upload_file_chunked(
             file=path,
@@ -214,3 +214,19 @@ async def test_tenants_do_not_see_each_other(serving: Serving, tmp_path: Path) -
         running.client.headers["authorization"] = running.admin  # type: ignore[attr-defined]
         done = await running.client.post(f"{at}/complete", json={"part_ids": [part]})
         assert done.json()["file"]["bytes"] == 4
+
+
+async def test_a_document_may_be_any_bytes(serving: Serving, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 20
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
+        upload = await client.uploads.upload_file_chunked(
+            file=content,
+            filename="picture.bin",
+            bytes=len(content),
+            mime_type="application/octet-stream",
+            purpose="user_data",
+            part_size=1001,
+            md5=hashlib.md5(content).hexdigest(),
+        )
+        assert upload.file is not None and upload.file.purpose == "user_data"
+        assert (await client.files.content(upload.file.id)).content == content
