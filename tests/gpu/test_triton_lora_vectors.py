@@ -16,11 +16,11 @@ from test_triton_lora_ends import ENDS, ON_DEVICE, TIE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from penstock.engine.adapters.apply import FusedLora, GraphLora  # noqa: E402
+from penstock.engine.adapters.apply import FusedLora, GraphLora
 from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.cuda.lora import TritonLora  # noqa: E402
+from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.slot_tables import NormTable, VectorTable
 from penstock.engine.backends.reference.ops import ReferenceOps
