@@ -131,11 +131,6 @@ class UploadStore:
         """The id of a new part; None where the upload has ended meanwhile, or has more parts or bytes than it may: a
         part may be sent twice, because its first answer got lost, but not everything again and again."""
         id = f"part_{uuid.uuid4().hex}"
-        for number, piece in enumerate(_pieces(content)):
-            await self._database.execute(
-                "INSERT INTO upload_pieces (part_id, number, upload_id, content) VALUES (?, ?, ?, ?)",
-                id, number, upload.id, piece,
-            )  # fmt: skip
         added: Statement = (
             "UPDATE uploads SET received = received + ?, parts = parts + 1 WHERE id = ? AND status = 'pending' "
             "AND expires_at > ? AND received + ? <= 2 * bytes AND parts < ?",
@@ -145,10 +140,23 @@ class UploadStore:
             "INSERT INTO upload_parts (id, upload_id, bytes) VALUES (?, ?, ?)",
             (id, upload.id, len(content)),
         )
-        if (await self._database.transact([added, part], guarded=True))[0]:
-            return id
-        await self._database.execute("DELETE FROM upload_pieces WHERE part_id = ?", id)
-        return None
+        whole = False
+        try:
+            for number, piece in enumerate(_pieces(content)):
+                await self._database.execute(
+                    "INSERT INTO upload_pieces (part_id, number, upload_id, content) VALUES (?, ?, ?, ?)",
+                    id, number, upload.id, piece,
+                )  # fmt: skip
+            whole = (await self._database.transact([added, part], guarded=True))[0] > 0
+        finally:
+            if not whole:  # also where the store is full: what nobody counts must not stay
+                await self._database.transact(
+                    [
+                        ("DELETE FROM upload_parts WHERE id = ?", (id,)),
+                        ("DELETE FROM upload_pieces WHERE part_id = ?", (id,)),
+                    ]
+                )
+        return id if whole else None
 
     async def sizes(self, id: str) -> dict[str, int]:
         """The parts of an upload, with their bytes."""
@@ -173,6 +181,10 @@ class UploadStore:
         )
         done = await self._database.transact([ended, published, *_forgotten(upload.id)], guarded=True)
         return done[0] > 0
+
+    async def forget(self, id: str) -> None:
+        """Delete an upload that has no parts."""
+        await self._database.execute("DELETE FROM uploads WHERE id = ?", id)
 
     async def cancel(self, id: str) -> bool:
         """Whether this was its end."""

@@ -15,7 +15,7 @@ from penstock.config.batches import BatchesConfig
 from penstock.gateway.batches import upload_endpoints
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.uploads import OPEN_S, PIECE, SHOWN_S
-from penstock.storage import open_database
+from penstock.storage import DatabaseError, open_database
 from tests.gateway.accounting.test_quotas import sign_in
 from tests.gateway.batches.test_batches import client_of, jsonl, lines, over, request, settings, store_url
 from tests.gateway.conftest import Serving
@@ -127,6 +127,51 @@ async def test_what_is_cancelled_or_too_old_is_gone(store_url: str) -> None:
     await files.sweep()
     assert await uploads.get(expired.id, "t") is None
     await database.close()
+
+
+async def test_a_part_that_cannot_be_stored_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent again; its first copies must not fill the disk, where no limit counts them."""
+    database = await open_database(f"sqlite:///{tmp_path / 'x.db'}")
+    files = FileStore(database, keep_s=1e6)
+    await files.prepare()
+    upload = await files.uploads.create("t", "a", "batch", mime_type="text/plain", size=3 * PIECE)
+    execute, written = database.execute, list[str]()
+
+    async def full(sql: str, *values: Any) -> int:
+        written.append(sql)
+        if len(written) == 3:
+            raise DatabaseError("disk full")
+        return await execute(sql, *values)
+
+    monkeypatch.setattr(database, "execute", full)
+    with pytest.raises(DatabaseError, match="full"):
+        await files.uploads.add_part(upload, b"x" * (3 * PIECE))
+    assert not await database.fetch("SELECT 1 FROM upload_pieces") and not await files.uploads.sizes(upload.id)
+    assert await files.uploads.add_part(upload, b"x" * (3 * PIECE))
+    assert list((await files.uploads.sizes(upload.id)).values()) == [3 * PIECE]
+    await database.close()
+
+
+async def test_uploads_that_begin_together_share_the_room(serving: Serving, store_url: str) -> None:
+    limits = BatchesConfig(upload_limit=4096, tenant_limit=8192)
+    about = {"bytes": 4096, "filename": "a", "mime_type": "text/plain", "purpose": "batch"}
+    async with (
+        serving(**settings(store_url, batches=limits)) as one,
+        serving(**settings(store_url, batches=limits)) as other,
+    ):
+        replies = await asyncio.gather(*(
+            running.client.post("/v1/uploads", json=about) for _ in range(8) for running in (one, other)
+        ))  # fmt: skip
+        made = [reply.status_code for reply in replies].count(200)
+        assert made <= 2 and {reply.json()["error"]["code"] for reply in replies if reply.status_code == 400} == {
+            "storage_limit"
+        }
+        # What was refused is not counted.
+        for _ in range(2 - made):
+            assert (await one.client.post("/v1/uploads", json=about)).status_code == 200
+        assert (await other.client.post("/v1/uploads", json=about)).status_code == 400
+        assert one.parts.database is not None
+        assert await one.parts.database.fetch("SELECT COUNT(*) FROM uploads") == [(2,)]
 
 
 async def test_what_is_wrong_is_refused(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
