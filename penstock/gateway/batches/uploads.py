@@ -3,7 +3,7 @@ it is completed.
 
 Parts are bytes, cut anywhere, and are stored in pieces, so that no statement is large. Invariants: an upload ends once,
 as `completed`, `cancelled` or expired; what it was promised counts as used by its tenant until then; the bytes of parts
-are deleted with its end.
+are deleted at its end, a few at a time, because everybody else's writes wait for each statement.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from penstock.storage import Database, Statement
+from penstock.storage import Database, DatabaseError, Statement
 
 PIECE = 512 * 1024
 """Bytes of a part in one row."""
@@ -24,6 +25,8 @@ OPEN_S = 3600.0
 SHOWN_S = 86400.0
 """How long an upload that has ended is remembered."""
 MOST_PARTS = 10_000
+DELETED_AT_ONCE = 32
+"""Pieces."""
 _VERSIONS = (
     (
         "CREATE TABLE IF NOT EXISTS uploads (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, user_id TEXT NOT NULL, "
@@ -179,8 +182,7 @@ class UploadStore:
             "UPDATE uploads SET status = 'completed', file_id = ?, part_ids = ? WHERE id = ? AND status = 'pending'",
             (file_id, " ".join(part_ids), upload.id),
         )
-        done = await self._database.transact([ended, published, *_forgotten(upload.id)], guarded=True)
-        return done[0] > 0
+        return await self._end(upload.id, ended, published)
 
     async def forget(self, id: str) -> None:
         """Delete an upload that has no parts."""
@@ -189,7 +191,22 @@ class UploadStore:
     async def cancel(self, id: str) -> bool:
         """Whether this was its end."""
         ended: Statement = ("UPDATE uploads SET status = 'cancelled' WHERE id = ? AND status = 'pending'", (id,))
-        return (await self._database.transact([ended, *_forgotten(id)], guarded=True))[0] > 0
+        return await self._end(id, ended)
+
+    async def _end(self, id: str, ended: Statement, *more: Statement) -> bool:
+        forgotten: Statement = ("DELETE FROM upload_parts WHERE upload_id = ?", (id,))
+        if not (await self._database.transact([ended, *more, forgotten], guarded=True))[0]:
+            return False
+        with suppress(DatabaseError):  # it has ended all the same; the rest is swept later
+            await self._delete_pieces(id)
+        return True
+
+    async def _delete_pieces(self, id: str) -> None:
+        some = f"(SELECT part_id, number FROM upload_pieces WHERE upload_id = ? LIMIT {DELETED_AT_ONCE})"
+        while await self._database.execute(
+            f"DELETE FROM upload_pieces WHERE upload_id = ? AND (part_id, number) IN {some}", id, id
+        ):
+            pass
 
     async def sweep(self) -> None:
         """Delete the parts of expired uploads, and what a part left that came too late; later the uploads too."""
@@ -197,19 +214,14 @@ class UploadStore:
         expired: Statement = (
             "UPDATE uploads SET status = 'expired' WHERE status = 'pending' AND expires_at <= ?", (now,)
         )  # fmt: skip
-        over = "(SELECT id FROM uploads WHERE status <> 'pending')"
-        await self._database.transact(
-            [
-                expired,
-                (f"DELETE FROM upload_pieces WHERE upload_id IN {over}", ()),
-                (f"DELETE FROM upload_parts WHERE upload_id IN {over}", ()),
-                ("DELETE FROM uploads WHERE status <> 'pending' AND expires_at <= ?", (now - SHOWN_S,)),
-            ]
-        )
-
-
-def _forgotten(id: str) -> list[Statement]:
-    return [(f"DELETE FROM {table} WHERE upload_id = ?", (id,)) for table in ("upload_parts", "upload_pieces")]
+        pending = "(SELECT id FROM uploads WHERE status = 'pending')"
+        await self._database.transact([expired, (f"DELETE FROM upload_parts WHERE upload_id NOT IN {pending}", ())])
+        left = f"SELECT DISTINCT upload_id FROM upload_pieces WHERE upload_id NOT IN {pending}"
+        for (id,) in await self._database.fetch(left):
+            await self._delete_pieces(str(id))
+        await self._database.execute(
+            "DELETE FROM uploads WHERE status <> 'pending' AND expires_at <= ?", now - SHOWN_S
+        )  # fmt: skip
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:
