@@ -1,4 +1,4 @@
-"""`penstock adapters`: LoRA adapters of a running server, through its admin API."""
+"""`penstock adapters`: adapters of a running server, through its admin API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.cli.lists import Column, Output, show
 
 app = typer.Typer(
     name="adapters",
-    help="List, load, unload and pin the LoRA adapters of a running server.",
+    help="List, load, unload and pin the adapters (LoRA and other kinds) of a running server.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -35,6 +35,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> 
         Column("state", _state, rank=0, fold=True),
         Column("owner", lambda entry: entry["owner"], rank=4),
         Column("where", _where, rank=3),
+        Column("kind", lambda entry: entry["kind"], rank=5),
         Column("rank", lambda entry: entry["rank"], rank=5),
         Column("pinned", lambda entry: entry["pinned"], rank=4),
         Column("in use", lambda entry: entry["users"]),
@@ -73,7 +74,7 @@ def load(
         body["owner"] = owner
     with waiting(f"loading {name}"):
         loaded = call("POST", url, key, "/adapters", body)
-    typer.echo(f"{loaded['id']}: ready, rank {loaded['rank']}")
+    typer.echo(f"{loaded['id']}: ready, {loaded['kind']}, rank {loaded['rank']}")
 
 
 @app.command()

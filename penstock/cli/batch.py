@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+PART = 32 * 2**20
+"""Bytes of a file that are sent at once."""
 Key = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)]
 BatchId = Annotated[str, typer.Argument(help="Id of the batch, as shown by `submit` and `list`.")]
 _RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
@@ -50,13 +53,10 @@ def submit(
 
         penstock batch submit questions.jsonl --wait
     """
-    with file.open("rb") as content:
-        form: dict[str, Any] = {"files": {"file": (file.name, content)}, "data": {"purpose": "batch"}}
-        sent = ask("POST", url, key, "/files", under="/v1", timeout=_patient(), **form)
     made = call(
         "POST", url, key, "/batches",
         {
-            "input_file_id": sent.json()["id"],
+            "input_file_id": _sent(file, url, key),
             "endpoint": endpoint or _endpoint_of(file),
             "completion_window": window,
         },
@@ -151,6 +151,25 @@ def cancel(batch: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
         penstock batch cancel batch_0123
     """
     _say(call("POST", url, key, f"/batches/{batch}/cancel", under="/v1"))
+
+
+def _sent(file: Path, url: str, key: str | None) -> str:
+    """Send a file, in parts if it is large; returns its id."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        if size <= PART:
+            form: dict[str, Any] = {"files": {"file": (file.name, content)}, "data": {"purpose": "batch"}}
+            return str(ask("POST", url, key, "/files", under="/v1", timeout=_patient(), **form).json()["id"])
+        about = {"bytes": size, "filename": file.name, "mime_type": "application/jsonl", "purpose": "batch"}
+        upload = call("POST", url, key, "/uploads", about, under="/v1")["id"]
+        parts, digest = [], hashlib.md5(usedforsecurity=False)
+        while part := content.read(PART):
+            digest.update(part)
+            form = {"files": {"data": part}}
+            sent = ask("POST", url, key, f"/uploads/{upload}/parts", under="/v1", timeout=_patient(), **form)
+            parts.append(sent.json()["id"])
+    done = {"part_ids": parts, "md5": digest.hexdigest()}
+    return str(call("POST", url, key, f"/uploads/{upload}/complete", done, under="/v1")["file"]["id"])
 
 
 def _get(url: str, key: str | None, batch: str) -> dict[str, Any]:

@@ -239,6 +239,7 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
     runtime = RUNTIME_BYTES[kind] + (COLLECTIVE_BYTES if deployment.devices > 1 else 0)
     activations = activation_bytes(deployment) + gathered_bytes(deployment) if kind == "gpu" else 0
     adapters = adapter_bytes(deployment, stage) + adapter_row_bytes(deployment, stage)
+    adapters += adapter_vector_bytes(deployment, stage)
     free = capacity - runtime - weights - adapters - activations
     room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
     if deployment.kv_memory is not None:
@@ -301,6 +302,41 @@ def adapter_row_bytes(deployment: Deployment, stage: int = 0) -> int:
         return 0
     row = 2 * deployment.shape.hidden + 8
     return deployment.adapter_slots * (2 * deployment.adapter_rows * row + 4 * deployment.shape.vocab)
+
+
+def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of what adapters do to single outputs and norms, on each device of a stage: a GPU has a scale and a shift
+    for every output in every slot, and gains for two norms of every layer (`engine.backends.cuda.slot_tables`)."""
+    if deployment.device.kind != "gpu":
+        return 0
+    shape, tensor = deployment.shape, deployment.tensor_parallel
+    mla = shape.mla
+    if mla is not None:
+        queries = shape.heads * (mla.nope_dim + mla.rope_dim) // tensor
+        attention = (queries if mla.q_rank is None else mla.q_rank + queries) + mla.cached
+    else:
+        queries = shape.heads * shape.head_dim // tensor
+        attention = (2 if shape.gated_attention else 1) * queries
+        attention += 2 * deployment.kv_heads_per_device * shape.head_dim
+    first, last = _span(deployment, stage)
+    columns = sum(attention + shape.hidden + _altered_rest(deployment, index) for index in range(first, last))
+    if not first:  # embedding and head
+        columns += shape.hidden + -(-shape.vocab // tensor)
+    gains = (2 * (last - first) + 1) * shape.hidden
+    return deployment.adapter_slots * 4 * (2 * columns + gains)
+
+
+def _altered_rest(deployment: Deployment, layer: int) -> int:
+    """Outputs of a layer: of its feed-forward, or router and shared expert, and of its delta net."""
+    shape, tensor = deployment.shape, deployment.tensor_parallel
+    moe, delta, total = shape.moe, shape.delta, 0
+    if delta is not None and delta.layers[layer]:
+        values = delta.v_heads * delta.v_dim
+        total += (delta.channels + values + 2 * delta.v_heads) // tensor + shape.hidden
+    if moe is None or not moe.layers[layer]:
+        return total + 2 * (shape.ffn // tensor) + shape.hidden
+    total += moe.experts + (1 if moe.shared_gate else 0)
+    return total + (2 * (moe.shared_ffn // tensor) + shape.hidden if moe.shared_ffn else 0)
 
 
 def _adapted_rest(deployment: Deployment, layer: int) -> int:

@@ -55,7 +55,7 @@ def test_the_command_line_does_the_same(server: Server, default_model: Path, tmp
         assert result.exit_code == 0, (result.output, result.exception)
         return result.output
 
-    assert "cli: ready, rank 4" in run("load", "cli", str(folder))
+    assert "cli: ready, LoRA, rank 4" in run("load", "cli", str(folder))
     assert "cli: pinned" in run("pin", "cli")
     assert "cli: not pinned" in run("pin", "cli", "--off")
     assert "cli" in run("list") and "ready" in run("list")

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from test_triton_chained_step import offered  # noqa: E402
 
 from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
-from penstock.engine.backends.cuda.chain_trial import SETTING  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
+from penstock.engine.backends.cuda.trials import ONE_TOKEN  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.request import Delta, Request, SamplingParams  # noqa: E402
 from penstock.engine.sleep.offload import offload  # noqa: E402
@@ -36,7 +36,7 @@ SPREAD = 0.3
 
 
 def _engine(folder: Path, chains: bool = True, **settings: object) -> Engine:
-    with patch.dict(os.environ, {SETTING: "chain" if chains else "launches"}):
+    with patch.dict(os.environ, {ONE_TOKEN: "chain" if chains else "launches"}):
         engine = make_engine(folder, **{"device": "cuda", "max_running": 4, "num_blocks": 60, **settings})
     executor = engine.runner.executor
     assert isinstance(executor, GraphExecutor)

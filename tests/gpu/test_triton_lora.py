@@ -228,13 +228,13 @@ def test_rows_of_a_that_registers_do_not_hold() -> None:
     check("long rows", got.float(), want, 3 * TOLERANCE[dtype])
 
 
-def use(lora: TritonLora, slots: np.ndarray, bucket: int) -> None:
+def use(lora: TritonLora, slots: np.ndarray, bucket: int, *, alters: bool = False) -> None:
     """Begin a pass as graphs of `bucket` tokens do."""
     tables = {name: torch.zeros(bucket, dtype=torch.int32, device=DEVICE) for name in TABLES}
     tables["lora_tokens"].fill_(-1)
     for name, values in lora.tables(slots, bucket).items():
         tables[name][: len(values)] = torch.from_numpy(values).to(DEVICE)
-    lora.use(tables, bucket)
+    lora.use(tables, bucket, alters=alters)
 
 
 def test_parts_that_an_adapter_does_not_touch_are_skipped() -> None:

@@ -10,13 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_harness import DEVICE, QUICK, TOLERANCE, check, check_equal, rand
+from gpu_harness import DEVICE, QUICK, TOLERANCE, check, check_equal, poisoned_outputs, rand
 from test_triton_lora import kernels, use
 from test_triton_lora_ends import ENDS, ON_DEVICE, TIE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from penstock.engine.adapters.apply import FusedLora, GraphLora
+from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
+from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.cuda.lora import TritonLora
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.cuda.slot_tables import NormTable, VectorTable
+from penstock.engine.backends.reference.ops import ReferenceOps
 
 
 def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
@@ -25,10 +32,12 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
     held = SiteVectors(torch.randn(2, ENDS.columns, generator=torch.Generator().manual_seed(1)), touched)
     for dtype in (torch.bfloat16, torch.float32):
         pair = kernels(ENDS, [5, 16], dtype, 16)
-        for kernel in pair:
-            kernel.vectors = VectorBank(2, DEVICE)
-            kernel.vectors.put(1, held)
         ours, reference = pair
+        ours.vectors, reference.vectors = VectorTable(ENDS, 2, DEVICE), VectorBank(2, DEVICE)
+        for kernel in pair:
+            kernel.vectors.put(0, held)
+            kernel.vectors.put(0, None)
+            kernel.vectors.put(1, held)
         for tokens in (1, 20) if QUICK else (1, 17, 300):
             slots = rng.integers(-1, 2, tokens).astype(np.int32)
             slots[0] = 1
@@ -45,12 +54,65 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
                 check(f"{dtype} {tokens} {placed.site.attribute}", got, want, 4 * TOLERANCE[dtype])
                 without = torch.from_numpy(np.flatnonzero(slots < 0)).to(DEVICE)
                 check_equal(f"{dtype} {tokens}: tokens without adapter", got[without], y[without])
-        use(ours, np.full(4, 1, np.int32), 4)
-        assert not ours.vectors._groups, "a captured step has no vectors"
+        bucket, slots = 8, np.array([1, -1, 0, 1, 1], np.int32)
+        placed = ENDS.place(0, 0)
+        x, y = rand(bucket, 48, dtype=dtype), rand(bucket, placed.site.outputs, dtype=dtype)
+        reference.begin(np.append(slots, [-1, -1, -1]).astype(np.int32))
+        for alters in (True, False):
+            use(ours, slots, bucket, alters=alters)
+            if not alters:
+                assert not ours.vectors.active, "a graph for other adapters launches nothing for vectors"
+                reference.vectors.clear()
+            want = y.clone().float()
+            reference.add(x.float(), want, placed)
+            with poisoned_outputs():
+                both = ours.beside(x, placed, lambda _, y=y: y.clone())
+            if isinstance(both, Addends):
+                assert not alters
+                both = both.base + torch.where(both.ranks.unsqueeze(1) > 0, both.delta, 0.0)
+            check(f"{dtype} captured, {alters}", both, want, 4 * TOLERANCE[dtype])
+
+
+def test_a_kernel_is_known_as_one_for_graphs_before_any_step() -> None:
+    kernel = TritonLora(ENDS, 2, 16, torch.float32, DEVICE)
+    assert isinstance(kernel, GraphLora) and isinstance(kernel, FusedLora)
+
+
+def test_norms_have_the_gains_of_each_tokens_adapter() -> None:
+    hidden, eps = 48, 1e-5
+    slots = np.array([1, -1, 0, 2, 1, 0], np.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        weight, x_weight, other = (rand(hidden, dtype=dtype) for _ in range(3))
+        norms = [((0, "first"), weight), ((0, "out"), x_weight), ((None, "last"), other)]
+        own = {(0, "first"): rand(hidden).cpu(), (0, "out"): rand(hidden).cpu()}
+        table, bank = NormTable(norms, 3, DEVICE), NormBank(3, norms, DEVICE)
+        for each in (table, bank):
+            each.put(0, own)
+            each.put(1, {(0, "first"): own[0, "out"]})
+            each.put(2, own)
+            each.put(2, None)
+            each.begin(slots)
+        table.token_slots = torch.from_numpy(slots).to(DEVICE)
+        ours, reference = table.on(TritonOps(DEVICE)), bank.on(ReferenceOps())
+        x, residual = rand(len(slots), hidden, dtype=dtype), rand(len(slots), hidden, dtype=dtype)
+        for gains in (weight, other, None):
+            with poisoned_outputs():
+                got = ours.rms_norm(x, gains, eps)
+            check(f"{dtype} rms_norm", got, reference.rms_norm(x, gains, eps), 2 * TOLERANCE[dtype])
+        for gains, of_x in ((weight, None), (weight, x_weight), (other, x_weight), (None, x_weight)):
+            left, right = residual.clone(), residual.clone()
+            with poisoned_outputs():
+                got = ours.add_rms_norm(x, left, gains, eps, of_x)
+            want = reference.add_rms_norm(x, right, gains, eps, of_x)
+            check(f"{dtype} add_rms_norm", got, want, 4 * TOLERANCE[dtype])
+            check(f"{dtype} residual", left, right, 4 * TOLERANCE[dtype])
+        table.begin(np.array([2, -1], np.int32))
+        assert not table.active and table.lookup(weight) is None, "no adapter of the step replaces a norm"
 
 
 def test_engine_with_dora_biases_and_norms() -> None:
-    """Steps with such adapters are launched one by one, others from graphs, in turn; more adapters than slots."""
+    """Decodes with such adapters are replayed from graphs of their own, others from theirs, in turn; more adapters than
+    slots."""
     if not ON_DEVICE:
         return
     from penstock.engine.adapters.spec import AdapterSpec
@@ -87,11 +149,14 @@ def test_engine_with_dora_biases_and_norms() -> None:
             for id, (prompt, name) in asked.items():
                 margins = references[name].margins(prompt, got[id])
                 assert float(margins.max()) < TIE, (family, id, name, margins)
+            altered = engine.runner.executor.altered_graphs
+            # Steps with norms of queries and keys are launched one by one, and so is what runs beside them.
+            assert altered is not None and (altered._captured or family == "qwen3-qknorm"), "outside of graphs"
             assert_idle(engine)
 
 
 def test_engine_with_adapters_of_other_kinds() -> None:
-    """Those that become matrices run from graphs, those with vectors, norms or rows one by one."""
+    """Those that become matrices, vectors or norms run from graphs, those with rows one by one."""
     if not ON_DEVICE:
         return
     from penstock.engine.adapters.spec import AdapterSpec

@@ -7,6 +7,8 @@ says registers and spills.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda import nvrtc
 from penstock.engine.backends.cuda.kernels import common
-from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
+from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainPlan, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.gemv import linear
 from penstock.engine.backends.cuda.kernels.product_chain import ProductChain, _counter
 from penstock.engine.backends.interface import Link
@@ -32,6 +34,14 @@ SMALL = {
     "long rows": (Sizes(64, 5120, 64, 96), ChainShape(2, 8, 4)),
 }
 LARGE = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-0.6b": QWEN3_06B}
+TIMED = (
+    ("llama-8b", True, 4),
+    ("llama-8b", False, 3),
+    ("llama-70b", True, 2),
+    ("qwen3-0.6b", False, 16),
+    ("qwen3-0.6b", True, 24),
+)
+"""Sizes, whether the weights are e4m3, and layers enough for none to stay in the cache."""
 
 
 @contextmanager
@@ -71,19 +81,31 @@ def cases() -> Iterator[tuple[str, Sizes, ChainShape, bool, bool]]:
             yield name, sizes, shape if MODE == "interpret" else H200, fp8, True
 
 
+def planned(sizes: Sizes, shape: ChainShape, *, fp8: bool, bias: bool) -> ChainPlan:
+    found = plan_chain(make_links(sizes, fp8=fp8, bias=bias, device=torch.device("meta")), shape)
+    assert found is not None
+    return found
+
+
+def build(plans: dict[str, ChainPlan]) -> None:
+    """Without a device: what each takes; or, in one of several processes, its share of what a device will run."""
+    shard, shards = map(int, sys.argv[sys.argv.index("--shard") + 1].split("/")) if "--shard" in sys.argv else (0, 1)
+    for label, plan in list(plans.items())[shard::shards]:
+        if os.environ.get("PENSTOCK_RESOURCES") == "1":
+            report = nvrtc.report(SOURCE, defines=plan.defines, options=plan.options)
+            compiled[label] = f"product_chain, {label}\n{report}"
+        else:
+            nvrtc.build(SOURCE, defines=plan.defines, options=plan.options)
+
+
 def test_products_are_those_of_float64() -> None:
+    plans: dict[str, ChainPlan] = {}
     for name, sizes, shape, fp8, bias in cases():
         for tensor in (True, False):
             label = f"{name}, {'fp8' if fp8 else 'bf16'}, {'tensor cores' if tensor else 'ordinary arithmetic'}"
             here = replace(shape, tensor=tensor)
             if MODE == "compile":
-                links = make_links(sizes, fp8=fp8, bias=bias, device=torch.device("meta"))
-                plan = plan_chain(links, here)
-                assert plan is not None
-                if name in LARGE:
-                    compiled[label] = (
-                        f"product_chain, {label}\n{nvrtc.report(SOURCE, defines=plan.defines, options=plan.options)}"
-                    )
+                plans[label] = planned(sizes, here, fp8=fp8, bias=bias)
                 continue
             emulated = MODE == "interpret"
             links = make_links(sizes, fp8=fp8, bias=bias, device=DEVICE, keep=guarded if emulated else lambda x: x)
@@ -100,6 +122,7 @@ def test_products_are_those_of_float64() -> None:
                     out = found
                 check(f"{label}, stream", stream, want_stream, TOLERANCE)
                 check(f"{label}, output", out, want_out, TOLERANCE)
+    build(plans)
 
 
 def _processors() -> int:
@@ -142,7 +165,7 @@ def test_a_graph_replays_it() -> None:
         assert out is not None
         results.add(tuple(one.view(torch.int16).cpu().numpy().tobytes() for one in (stream, out)))
     assert len(results) == 1
-    assert int(_counter(DEVICE)) & 0x7FFFFFFF == 0
+    assert int(_counter(x.device)) & 0x7FFFFFFF == 0
 
 
 def launches_of(links: list[Link], x: Tensor, residual: Tensor) -> Callable[[], object]:
@@ -160,15 +183,16 @@ def launches_of(links: list[Link], x: Tensor, residual: Tensor) -> Callable[[], 
     return run
 
 
-def shapes() -> dict[str, ChainShape]:
+def shapes(blocks: int) -> dict[str, ChainShape]:
     """What may matter, one at a time."""
-    base = replace(H200, blocks=_processors())
+    base = replace(H200, blocks=blocks)
     return {
         "chain": base,
         "ordinary arithmetic": replace(base, tensor=False),
         "ring of 3 stages": replace(base, stages=3),
         "ring of 5 stages": replace(base, stages=5),
         "ring of 6 stages": replace(base, stages=6),
+        "256 bytes at once": replace(base, fetch=256),
         "64 registers": replace(base, registers=64),
         "128 registers": replace(base, registers=128),
         "8 warps, 8 stages": replace(base, warps=8, stages=8),
@@ -180,15 +204,15 @@ def shapes() -> dict[str, ChainShape]:
 
 def bench_product_chain() -> Iterator[Row]:
     """Microseconds of the products of a layer."""
-    if MODE != "device":
-        return
-    for name, fp8, copies in (
-        ("llama-8b", True, 4),
-        ("llama-8b", False, 3),
-        ("llama-70b", True, 2),
-        ("qwen3-0.6b", False, 16),
-        ("qwen3-0.6b", True, 24),
-    ):
+    if MODE == "compile":
+        build(
+            {
+                f"{name}, {'fp8' if fp8 else 'bf16'}, {kind}": planned(LARGE[name], shape, fp8=fp8, bias=False)
+                for name, fp8, _ in TIMED
+                for kind, shape in shapes(H200.blocks).items()
+            }
+        )
+    for name, fp8, copies in TIMED if MODE == "device" else ():
         sizes = LARGE[name]
         layers = [make_links(sizes, fp8=fp8, bias=False, device=DEVICE) for _ in range(copies)]
         x, residual = rand(1, sizes.attended, dtype=BF16), rand(1, sizes.hidden, dtype=BF16)
@@ -196,7 +220,7 @@ def bench_product_chain() -> Iterator[Row]:
         with early(True):
             usual = [launches_of(links, x, residual) for links in layers]
             yield bandwidth(f"{label}, launches", time_us(usual), read)
-            for kind, shape in shapes().items():
+            for kind, shape in shapes(_processors()).items():
                 if plan_chain(layers[0], shape) is None:
                     continue  # no room for it
                 chains = [ProductChain(links, shape) for links in layers]

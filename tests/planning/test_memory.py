@@ -28,6 +28,7 @@ from penstock.planning.memory import (
     MemoryPlan,
     adapter_bytes,
     adapter_row_bytes,
+    adapter_vector_bytes,
     device_weights,
     kv_block_bytes,
     memory_plan,
@@ -131,6 +132,16 @@ def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) ->
     deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3, adapter_rank=8)
     rows = -(-local.vocab_size // tensor)
     assert adapter_bytes(deployment) == 3 * 8 * layout_of(local, experts=False, head_rows=rows).unit * 2
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_vectors_of_adapters_have_the_bytes_of_the_engines_tables(name: str, tensor: int) -> None:
+    local = local_config(read_config(known_config(name)), Place(0, tensor, 1))
+    deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3)
+    layout = layout_of(local, experts=False, head_rows=-(-local.vocab_size // tensor))
+    gains = (2 * local.num_layers + 1) * local.hidden_size
+    assert adapter_vector_bytes(deployment) == 3 * 4 * (2 * layout.columns + gains)
 
 
 def test_rows_of_adapters_have_the_bytes_of_the_engines_bank() -> None:

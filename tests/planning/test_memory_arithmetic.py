@@ -18,6 +18,7 @@ from penstock.planning.memory import (
     activation_bytes,
     adapter_bytes,
     adapter_row_bytes,
+    adapter_vector_bytes,
     device_weights,
     kv_block_bytes,
     memory_plan,
@@ -267,6 +268,20 @@ def test_rows_that_adapters_replace() -> None:
     assert [adapter_row_bytes(stages, stage) for stage in (0, 1)] == [2 * row + table, 0]
 
 
+def test_vectors_of_adapters() -> None:
+    """A scale and a shift for every output, and gains of two norms of a layer and of the last one, in float32."""
+    layer, ends, norms = 48 + 2 * 24 + 24 + 2 * 60 + 24, 24 + 101, 11 * 24
+    assert adapter_vector_bytes(deployed(adapter_slots=3)) == 3 * 4 * (2 * (5 * layer + ends) + norms)
+    assert adapter_vector_bytes(deployed(adapter_slots=3, on="cpu-16")) == 0
+    split, split_ends = 16 + 2 * 8 + 24 + 2 * 20 + 24, 24 + 34
+    stages = deployed(adapter_slots=1, tensor_parallel=3, pipeline_parallel=2)
+    sizes = [(2 * split + split_ends, 5 * 24), (3 * split, 7 * 24)]
+    assert [adapter_vector_bytes(stages, stage) for stage in (0, 1)] == [4 * (2 * a + b) for a, b in sizes]
+    routed = adapter_vector_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1))
+    experts = 48 + 2 * 24 + 24 + 5 + 2 * 6 + 24
+    assert routed == 4 * (2 * (layer + 4 * experts + ends) + norms)
+
+
 def test_adapters() -> None:
     """Per rank and layer: A of q, k, v, gate and up whole, those of o and down split; B the other way round. Embedding
     and head, whose B is split, are on the first stage."""
@@ -284,9 +299,10 @@ def test_adapters() -> None:
     attention, dense = 3 * 24 + 48 + 2 * 24 + 48 + 24, 2 * 24 + 2 * 60 + 60 + 24
     routed = 24 + 5 + (2 * 24 + 2 * 6 + 6 + 24)
     assert experts == (5 * attention + dense + 4 * routed + ends) * 2
-    both = adapter_bytes(deployed(adapter_slots=2)) + adapter_row_bytes(deployed(adapter_slots=2))
-    plan = with_room(BLOCK * 100 + both, adapter_slots=2)
-    assert plan.blocks == 92 and plan.adapters == both
+    two = deployed(adapter_slots=2)
+    together = adapter_bytes(two) + adapter_row_bytes(two) + adapter_vector_bytes(two)
+    plan = with_room(BLOCK * 100 + together, adapter_slots=2)
+    assert plan.blocks == 92 and plan.adapters == together
     assert plan.capacity == plan.weights + plan.adapters + plan.runtime + plan.activations + plan.kv_room + plan.reserve
 
 

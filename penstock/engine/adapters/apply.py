@@ -40,8 +40,9 @@ class GraphLora(LoraKernel, Protocol):
         """Tiles of a decode step of up to `tokens` tokens, as int32 arrays named like `TABLES`."""
         ...
 
-    def use(self, tables: dict[str, Tensor], tokens: int) -> None:
-        """Read the tiles of what follows from these device tensors, each [tokens]."""
+    def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
+        """Read the tiles of what follows from these device tensors, each [tokens]. `alters`: adapters may change single
+        outputs and norms, too."""
         ...
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -22,9 +22,9 @@ class LoraKernel(Protocol):
 
     rows: RowBank | None
     """What adapters replace of embedding and head; None: none may. It is told of slots and steps as the kernel is."""
-    vectors: VectorBank | None
+    vectors: Vectors | None
     """What adapters do to single outputs; the same. `add` and its like end with it."""
-    norms: NormBank | None
+    norms: Norms | None
     """The norms that adapters replace; the same."""
     head_norms: HeadNormBank | None
     """Those of queries and keys; the same."""

@@ -1,15 +1,16 @@
 """Norms that adapters replace: `modules_to_save` of norms between a model's layers.
 
 A norm is known by its gains: `with_norms` makes a decoder whose operations look up, for the gains they are given, what
-the adapters of the step have in their place, and normalize the tokens of these once more. Steps with such adapters are
-launched from the host, which knows the tokens of each slot; other decoders contain none of this.
+the adapters of the step have in their place. With `NormBank` they normalize the tokens of these once more, and such
+steps are launched from the host, which knows the tokens of each slot. On CUDA the kernel of a norm looks up each
+token's gains, also in captured steps (`backends/cuda/slot_tables.py`). Other decoders contain none of this.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,19 +31,54 @@ def norms_in_layer(names: TensorNames) -> frozenset[str]:
     return frozenset(getattr(names, attribute) for attribute in _IN_LAYER) - {""}
 
 
-class NormBank:
-    """The gains of all slots. `begin` is that of `LoraKernel`."""
+def norms_of(decoder: Decoder) -> list[tuple[Norm, Tensor]]:
+    """The gains of every norm that adapters may replace, each once: gains that are those of two norms have the name of
+    the first."""
+    names = family_of(decoder.config.family).names
+    found: list[tuple[Norm, Tensor | None]] = []
+    for number, layer in enumerate(decoder.layers):
+        if isinstance(layer.mixer, NoMixer):  # a layer of one part has one norm
+            found.append(((number, names.mixer_norm), layer.feed_forward_norm))
+        found += [((number, getattr(names, attribute)), getattr(layer, attribute)) for attribute in _IN_LAYER]
+    found.append(((None, names.final_norm), decoder.final_norm))
+    known = {id(gains): (norm, gains) for norm, gains in reversed(found) if gains is not None}
+    return list(reversed(known.values()))
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self._held: list[Mapping[Norm, Tensor] | None] = [None] * slots
-        self._device = device
-        self._groups: list[tuple[Mapping[Norm, Tensor], Tensor | None]] = []
-        self._known: dict[int, Norm] = {}
-        self._kept: list[Tensor] = []
-        """Keeps what is known by its identity."""
+
+class Norms(Protocol):
+    """The gains of all slots, as a backend keeps them. `begin` is that of `LoraKernel`."""
 
     def put(self, slot: int, norms: Mapping[Norm, Tensor] | None) -> None:
         """Bring the gains of an adapter into a slot."""
+        ...
+
+    def begin(self, slots: np.ndarray) -> None: ...
+
+    def clear(self) -> None:
+        """The coming step replaces nothing."""
+        ...
+
+    def on(self, ops: Any) -> Any:
+        """Operations whose norms are those of each token's adapter."""
+        ...
+
+
+class NormBank:
+    """See `Norms`; each adapter's are where PyTorch puts them."""
+
+    def __init__(self, slots: int, norms: Sequence[tuple[Norm, Tensor]], device: torch.device) -> None:
+        """`norms`: see `norms_of`."""
+        self._held: list[Mapping[Norm, Tensor] | None] = [None] * slots
+        self._device = device
+        self._groups: list[tuple[Mapping[Norm, Tensor], Tensor | None]] = []
+        self._known = {id(gains): norm for norm, gains in norms}
+        self._kept = [gains for _, gains in norms]
+        """Keeps what is known by its identity."""
+
+    def on(self, ops: Any) -> Any:
+        return NormOps(ops, self)
+
+    def put(self, slot: int, norms: Mapping[Norm, Tensor] | None) -> None:
         self._held[slot] = norms and {at: gains.to(self._device, non_blocking=True) for at, gains in norms.items()}
 
     def begin(self, slots: np.ndarray) -> None:
@@ -54,13 +90,7 @@ class NormBank:
                 self._groups.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
 
     def clear(self) -> None:
-        """The coming step is captured: it replaces nothing."""
         self._groups = []
-
-    def know(self, norm: Norm, gains: Tensor | None) -> None:
-        if gains is not None:
-            self._known[id(gains)] = norm
-            self._kept.append(gains)
 
     def replaced(self, gains: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
         """What the step has in place of a norm's gains: gains, and the tokens that have them; None: all."""
@@ -130,21 +160,15 @@ class _WithOps:
         return getattr(self._base, name)
 
 
-def with_norms(decoder: Decoder, bank: NormBank) -> Decoder:
+def with_norms(decoder: Decoder, bank: Norms) -> Decoder:
     """`decoder`, whatever ranks it is connected to, with the norms of the step's adapters; nothing in it is fused."""
 
     def normed(ops: Any) -> Any:
         inside = getattr(ops, "with_inner", None)  # sums over ranks come before the norms
-        return NormOps(ops, bank) if inside is None else inside(lambda inner: NormOps(inner, bank))
+        return bank.on(ops) if inside is None else inside(bank.on)
 
-    names = family_of(decoder.config.family).names
-    bank.know((None, names.final_norm), decoder.final_norm)
     layers: list[DecoderLayer] = []
-    for number, layer in enumerate(decoder.layers):
-        for attribute in reversed(_IN_LAYER):  # gains that are those of two norms have the name of the first
-            bank.know((number, getattr(names, attribute)), getattr(layer, attribute))
-        if isinstance(layer.mixer, NoMixer):  # a layer of one part has one norm
-            bank.know((number, names.mixer_norm), layer.feed_forward_norm)
+    for layer in decoder.layers:
         mixer: Any = layer.mixer
         if isinstance(mixer, SideBySide):
             parts: Any = {"attention": mixer.attention, "mamba": mixer.mamba}

@@ -55,6 +55,8 @@ class LoadedAdapter:
     """What it does to the inputs of linears."""
     head_norms: Mapping[Norm, Tensor] | None = None
     """The norms of queries and keys that it replaces."""
+    kind: str = "LoRA"
+    """What PEFT's users call it."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -127,7 +129,7 @@ def read_adapter(
     )
     return LoadedAdapter(
         name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms,
-        packer.inputs, packer.head_norms,
+        packer.inputs, packer.head_norms, config.kind,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class AdapterEntry:
             users=self.users,
             error=self.error,
             owner=self.owner,
+            kind=loaded.kind if loaded is not None else "",
         )
 
 

@@ -131,11 +131,10 @@ class AdapterRuntime:
         adapters = (chunk.seq.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
-    def launched_eagerly(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch changes single outputs of linears or norms, or does what only the host can
-        (`LoadedAdapter.by_host`): it is neither recorded nor captured."""
-        adapters = (chunk.seq.adapter for chunk in batch.chunks)
-        return self.alters(batch) or any(adapter is not None and adapter.by_host for adapter in adapters)
+    def by_host(self, batch: Batch) -> bool:
+        """Whether some adapter of a batch does what only the host can (`LoadedAdapter.by_host`): it is neither recorded
+        nor captured."""
+        return any(chunk.seq.adapter is not None and chunk.seq.adapter.by_host for chunk in batch.chunks)
 
     def alters(self, batch: Batch) -> bool:
         """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""

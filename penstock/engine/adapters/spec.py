@@ -65,6 +65,8 @@ class AdapterStatus:
     error: str = ""
     """Why it failed."""
     owner: str = ""
+    kind: str = ""
+    """LoRA, IA3 ...; empty until it has been read."""
 
 
 @dataclass(slots=True)

@@ -1,13 +1,15 @@
 """What adapters do to single outputs of linears: y becomes scale * y + shift, with vectors of each token's adapter.
 
 DoRA multiplies what a linear and its adapter give by a magnitude for every output; biases that were trained replace the
-model's own. Both are known when an adapter is read (`adapters.vector_tensors`). Steps with such adapters are launched
-from the host, which knows the tokens of each slot; recorded and captured steps contain none of this.
+model's own. Both are known when an adapter is read (`adapters.vector_tensors`). With `VectorBank`, steps that have such
+adapters are launched from the host, which knows the tokens of each slot; recorded steps contain none of this. On CUDA a
+kernel looks up each token's vectors, also in captured steps (`backends/cuda/slot_tables.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,12 +37,36 @@ class SiteVectors:
         return SiteVectors(self.data.to(device, non_blocking=True), self.touched)
 
 
+class Vectors(Protocol):
+    """The vectors of all slots, as a backend keeps them. `begin` and `begin_head` are those of `LoraKernel`."""
+
+    def put(self, slot: int, vectors: SiteVectors | None) -> None:
+        """Bring the vectors of an adapter into a slot."""
+        ...
+
+    def begin(self, slots: np.ndarray) -> None: ...
+
+    def begin_head(self, slots: np.ndarray) -> None: ...
+
+    def clear(self) -> None:
+        """The coming step changes nothing."""
+        ...
+
+    def alter(self, y: Tensor, placed: PlacedSite) -> None:
+        """Scale and shift what a linear and its adapters gave, in place."""
+        ...
+
+    def alter_head(self, y: Tensor, placed: PlacedSite) -> None:
+        """The same of logits."""
+        ...
+
+
 _Group = tuple[SiteVectors, Tensor | None]
 """Vectors, and the tokens that have them; None: all of the step."""
 
 
 class VectorBank:
-    """The vectors of all slots. `begin` and `begin_head` are those of `LoraKernel`."""
+    """See `Vectors`; each adapter's are where PyTorch puts them."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._held: list[SiteVectors | None] = [None] * slots
@@ -49,8 +75,6 @@ class VectorBank:
         self._head_groups: list[_Group] = []
 
     def put(self, slot: int, vectors: SiteVectors | None) -> None:
-        """Bring the vectors of an adapter into a slot. Few adapters have some, and they are small beside its matrices,
-        so nothing is reserved for them."""
         self._held[slot] = None if vectors is None else vectors.to(self._device)
 
     def begin(self, slots: np.ndarray) -> None:
@@ -60,7 +84,6 @@ class VectorBank:
         self._head_groups = self._grouped(slots)
 
     def clear(self) -> None:
-        """The coming step is captured: it changes nothing."""
         self._groups, self._head_groups = [], []
 
     def _grouped(self, slots: np.ndarray) -> list[_Group]:
@@ -75,12 +98,10 @@ class VectorBank:
         return found
 
     def alter(self, y: Tensor, placed: PlacedSite) -> None:
-        """Scale and shift what a linear and its adapters gave, in place."""
         for held, tokens in self._groups:
             _alter(y, placed, held, tokens)
 
     def alter_head(self, y: Tensor, placed: PlacedSite) -> None:
-        """The same of logits."""
         for held, tokens in self._head_groups:
             _alter(y, placed, held, tokens)
 

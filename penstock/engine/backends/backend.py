@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.norms import Norm, NormBank, Norms
 from penstock.engine.adapters.runtime import AdaptedModel
+from penstock.engine.adapters.vectors import VectorBank, Vectors
 from penstock.engine.backends.interface import (
     FP8,
     INT8,
@@ -169,6 +171,14 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     @abstractmethod
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
         """Holds up to `slots` adapters of up to `rank`, in `dtype`."""
+
+    def vector_bank(self, layout: AdapterLayout, slots: int) -> Vectors:
+        """Holds what the adapters of `slots` slots do to single outputs."""
+        return VectorBank(slots, self.device)
+
+    def norm_bank(self, norms: Sequence[tuple[Norm, Tensor]], slots: int) -> Norms:
+        """Holds the norms that they replace, of those that `norms_of` knows."""
+        return NormBank(slots, norms, self.device)
 
     def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
         """What adapters are kept in, beside activations of `dtype`."""

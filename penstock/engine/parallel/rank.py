@@ -121,6 +121,7 @@ class ServedModel:
                 adapted=None if adapters is None else of(adapters.decoder),
                 narrow=None if adapters is None else of(adapters.narrow),
                 further=None if adapters is None else of(adapters.further),
+                altered=None if adapters is None else of(adapters.altered),
             )
         )
 

@@ -40,6 +40,7 @@ class FollowerResources:
     adapted: Decoder | None = None
     narrow: Decoder | None = None
     further: Decoder | None = None
+    altered: Decoder | None = None
 
 
 class Follower(Releasable, ABC):

@@ -16,7 +16,7 @@ from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.norm_tensors import NormNames
-from penstock.engine.adapters.norms import NormBank, norms_in_layer
+from penstock.engine.adapters.norms import norms_in_layer, norms_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.rows import RowBank
@@ -29,7 +29,6 @@ from penstock.engine.adapters.spec import (
     replaced_rows,
     stored_tokens,
 )
-from penstock.engine.adapters.vectors import VectorBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -167,7 +166,7 @@ def adapt_model(
             room=room,
             one_by_one=decoder.ops.batch_invariant,
         )
-    kernel.vectors = VectorBank(slots, decoder.embedding.device)
+    kernel.vectors = backend.vector_bank(layout, slots)
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
@@ -182,7 +181,7 @@ def adapt_model(
     # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
     other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
     always = decoder.ops.batch_invariant and other_launches
-    kernel.norms = NormBank(slots, decoder.embedding.device)
+    kernel.norms = backend.norm_bank(norms_of(decoder), slots)
     return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always)
 
 

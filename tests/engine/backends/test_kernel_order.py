@@ -13,7 +13,7 @@ WAIT = {"wait_for_inputs", "gdc_wait"}
 WEIGHTS = {"weight", "shared", "words", "exponents", "scale", "bias", "norm", "q_norm", "k_norm", "cos_sin", "conv",
            "decay", "dt_bias", "skip", "columns"}  # fmt: skip
 STEP = {"positions", "slots", "rows", "context", "first", "last", "reads"}
-ADAPTERS = {"bank", "a", "b", "ranks", "delta_ranks", "tile_ranks", "tile_slots", "tile_tokens"}
+ADAPTERS = {"bank", "a", "b", "ranks", "delta_ranks", "tile_ranks", "tile_slots", "tile_tokens", "held"}
 """Constants, and tables that are made by launches that nothing overtakes."""
 EARLIER = {"ring", "k_cache", "v_cache"}
 """What earlier steps left; of caches addresses only."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.engine.backends.cuda import chain_trial
+from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
 from penstock.engine.backends.interface import Link
 from penstock.errors import ConfigError
@@ -80,11 +80,11 @@ def test_other_products_have_no_chain() -> None:
 
 def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("", False), ("launches", False), ("chain", True)):
-        monkeypatch.setenv(chain_trial.SETTING, value)
-        assert chain_trial.wanted() is expected
-    monkeypatch.setenv(chain_trial.SETTING, "chains")
-    with pytest.raises(ConfigError, match="PENSTOCK_ONE_TOKEN is 'chains'"):
-        chain_trial.wanted()
+        monkeypatch.setenv(trials.ONE_TOKEN, value)
+        assert trials.one_token_in_chains() is expected
+    monkeypatch.setenv(trials.ONE_TOKEN, "chains")
+    with pytest.raises(ConfigError, match="PENSTOCK_ONE_TOKEN: 'chains' must be chain"):
+        trials.one_token_in_chains()
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.transformers.linears import ModuleWeights
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError
+from tests.engine.adapters.kind_files import merged as merge_kind
+from tests.engine.adapters.kind_files import write_kind
 from tests.engine.foreign import FOREIGN, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
@@ -221,6 +223,24 @@ def test_an_adapter_equals_merging_it(
     for name, (prompt, chosen) in asked.items():
         assert (merged if chosen else plain).agrees(prompt, got[name], 2e-2), name
     assert not all(plain.agrees(prompt, got[name], 2e-2) for name, (prompt, _) in asked.items())
+    assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_adapters_of_other_kinds_equal_merging_them(tmp_path: Path) -> None:
+    """Also those that change the inputs of linears."""
+    base = write_foreign("starcoder2", tmp_path / "base")
+    names, targets = ("loha", "oft", "ia3-inputs", "beft"), ("q_proj", "v_proj", "c_fc")
+    folders = {name: write_kind(tmp_path / name, base, name, targets=targets) for name in names}
+    specs = tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items())
+    engine, plain = make_engine(base, adapters=specs, token_budget=64, num_blocks=60), Reference(base)
+    rng = random.Random(3)
+    prompts = {name: prompt_of(rng, 21 + 7 * i) for i, name in enumerate(("", *names))}
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    got = generate(engine, *(Request(f"r {name}", prompt, params, adapter=name) for name, prompt in prompts.items()))
+    for name, prompt in prompts.items():
+        reference = Reference(merge_kind(base, folders[name], tmp_path / f"{name} merged")) if name else plain
+        assert reference.agrees(prompt, got[f"r {name}"], 2e-2), name
     assert_idle(engine)
 
 

@@ -56,7 +56,7 @@ class _Model(nn.Module):
 def row_of(**options: Any) -> Any:
     with torch.device("meta"):
         model = _Model(**options)
-        return find_stage_row(model, model.layers, ROWS)
+        return find_stage_row(model, "layers", ROWS)
 
 
 def test_one_stream_is_nothing_more() -> None:
@@ -73,6 +73,20 @@ def test_streams_shared_tensors_and_tokens_are_found() -> None:
     assert row_of(reads=True).left == ((), (), ())
 
 
+def test_the_model_itself_is_not_run() -> None:
+    class Keeps(_Model):
+        kept: Any = None
+
+        def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+            self.kept = self.embed_tokens(input_ids)
+            return super().forward(input_ids, use_cache)
+
+    with torch.device("meta"):
+        model = Keeps(streams=4)
+        assert find_stage_row(model, "layers", ROWS) is not None
+    assert model.kept is None and not model.layers[0]._forward_pre_hooks
+
+
 def test_a_model_that_looks_at_values_is_left_to_the_checks_of_a_stage() -> None:
     class Looks(_Model):
         def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
@@ -82,7 +96,7 @@ def test_a_model_that_looks_at_values_is_left_to_the_checks_of_a_stage() -> None
 
     with torch.device("meta"):
         model = Looks(streams=4)
-        assert find_stage_row(model, model.layers, ROWS) is None
+        assert find_stage_row(model, "layers", ROWS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

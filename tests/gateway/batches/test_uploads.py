@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from penstock.cli import batch as batch_command
 from penstock.config.batches import BatchesConfig
 from penstock.gateway.batches import upload_endpoints
 from penstock.gateway.batches.files import FileStore
@@ -31,11 +32,11 @@ async def begun(client: openai.AsyncOpenAI, size: int, **more: Any) -> Any:
     )
 
 
-async def test_a_batch_runs_from_a_file_that_came_in_parts(serving: Serving, store_url: str, tmp_path: Path) -> None:
+async def test_a_batch_runs_from_a_file_that_came_in_parts(serving: Serving, tmp_path: Path) -> None:
     content = jsonl(*(request(f"lïne {number}") for number in range(4)))
     path = tmp_path / "questions.jsonl"
     path.write_bytes(content)
-    async with serving(**settings(store_url)) as running, client_of(running) as client:
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
         # Small parts, which cut lines and characters.
         upload = await client.uploads.upload_file_chunked(
             file=path,
@@ -94,6 +95,26 @@ async def test_parts_go_where_the_list_puts_them_through_any_gateway(serving: Se
             await here.uploads.parts.create(upload.id, data=b"more")
         assert one.parts.database is not None
         assert not await one.parts.database.fetch("SELECT 1 FROM upload_pieces")
+
+
+async def test_the_command_sends_large_files_in_parts(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.jsonl"
+    path.write_bytes(TEXT)
+    monkeypatch.setattr(batch_command, "PART", 1000)
+    # More than a file that is sent whole may have.
+    limits = BatchesConfig(file_limit=2048)
+    async with (
+        serving(**settings(f"sqlite:///{tmp_path / 'x.db'}", batches=limits)) as running,
+        client_of(running) as c,
+    ):
+        id = await asyncio.to_thread(batch_command._sent, path, f"http://127.0.0.1:{running.port}", None)
+        assert (await c.files.content(id)).content == TEXT
+        assert (await c.files.retrieve(id)).filename == "large.jsonl"
+        path.write_bytes(b"small\n")
+        await asyncio.to_thread(batch_command._sent, path, f"http://127.0.0.1:{running.port}", None)
+        assert len([file async for file in c.files.list()]) == 2
 
 
 async def test_what_is_cancelled_or_too_old_is_gone(store_url: str) -> None:
@@ -291,3 +312,19 @@ async def test_tenants_do_not_see_each_other(serving: Serving, tmp_path: Path) -
         running.client.headers["authorization"] = running.admin  # type: ignore[attr-defined]
         done = await running.client.post(f"{at}/complete", json={"part_ids": [part]})
         assert done.json()["file"]["bytes"] == 4
+
+
+async def test_a_document_may_be_any_bytes(serving: Serving, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 20
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
+        upload = await client.uploads.upload_file_chunked(
+            file=content,
+            filename="picture.bin",
+            bytes=len(content),
+            mime_type="application/octet-stream",
+            purpose="user_data",
+            part_size=1001,
+            md5=hashlib.md5(content).hexdigest(),
+        )
+        assert upload.file is not None and upload.file.purpose == "user_data"
+        assert (await client.files.content(upload.file.id)).content == content

@@ -17,7 +17,7 @@ import pytest
 from penstock.gateway.api.openai.responses.background_store import RUN_EVENTS, Work
 from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
-from tests.gateway.conftest import Running, Serving, until
+from tests.gateway.conftest import Running, Serving, eventually, until
 from tests.gateway.rag.test_collections import library, prompt_of
 from tests.gateway.rag.test_vector_stores import CATS, HOURS, LEAVE, client_of, processed, sent
 from tests.gateway.server_tools.test_server_tools import calls, script
@@ -201,10 +201,16 @@ async def test_what_is_asked_of_a_search_is_honoured(
                 await client.responses.create(model="tiny", input="Hi", **wrong)  # type: ignore[call-overload]
         # A store that is gone when the model asks: it is told, and answers.
         running.engine.script = script(text, OPENING, "I cannot search.").script
+        before, running.engine.step_s = len(running.engine.seen), 0.01
         task = asyncio.create_task(client.responses.create(model="tiny", input="Hi", tools=tool(store)))
-        assert (await task).output_text == "I cannot search."
+        await eventually(lambda: len(running.engine.seen) > before)
+        await client.vector_stores.delete(store)
+        failed = await task
+        item = failed.output[0]
+        assert item.type == "file_search_call" and item.status == "failed" and failed.output_text == "I cannot search."
 
 
+@pytest.mark.slow
 async def test_in_the_background(serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel) -> None:
     async with searching(serving, encoder_endpoint, tmp_path, text, OPENING, ANSWER) as (_, client, store, files):
         made = await client.responses.create(model="tiny", input="Hi", tools=tool(store), background=True)

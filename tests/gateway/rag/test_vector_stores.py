@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,10 +14,14 @@ import openai
 import pytest
 
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
 from tests.gateway.conftest import Running, Serving
 from tests.gateway.rag.test_collections import library
+from tests.gateway.server_tools.test_server_tools import calls, script
 from tests.knowledge.files import make_pdf
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "knowledge.md"
 
 LEAVE = b"# Leave\n\nParents receive twelve weeks of paid leave after the birth of a child.\n"
 HOURS = b"The office opens at eight in the morning and closes at six in the evening.\n"
@@ -60,7 +65,12 @@ async def test_a_store_from_its_files_to_a_search(serving: Serving, encoder_endp
         assert done.usage_bytes == len(LEAVE) + len(HOURS) and done.expires_at is None
 
         pdf = make_pdf(["A page.", "The boiler needs water every second week."])
-        added = await client.vector_stores.files.upload_and_poll(vector_store_id=store.id, file=("boiler.pdf", pdf))
+        upload = await client.uploads.upload_file_chunked(
+            file=pdf, filename="boiler.pdf", bytes=len(pdf), mime_type="application/pdf", purpose="assistants",
+            part_size=300,
+        )  # fmt: skip
+        assert upload.file is not None
+        added = await client.vector_stores.files.create_and_poll(upload.file.id, vector_store_id=store.id)
         assert (added.status, added.last_error, added.usage_bytes) == ("completed", None, len(pdf))
         content = await client.files.content(added.id)
         assert content.read() == pdf
@@ -211,6 +221,7 @@ async def test_batches(serving: Serving, encoder_endpoint: str, tmp_path: Path) 
         assert await knowledge.queue.waiting_tenants() == []
 
 
+@pytest.mark.slow
 async def test_filters_and_weights(serving: Serving, encoder_endpoint: str, tmp_path: Path) -> None:
     async with sdk(serving, encoder_endpoint, tmp_path) as (_, client):
         store = await client.vector_stores.create()
@@ -266,9 +277,9 @@ async def test_lists_are_walked_in_both_directions(serving: Serving, encoder_end
         assert [one.id async for one in listed(stores[0], limit=3)] == files[::-1]
         page = await listed(stores[0], order="asc", after=files[0], before=files[3])
         assert [one.id for one in page.data] == files[1:3]
-        await processed(client, stores[0])
-        assert [one.id async for one in listed(stores[0], filter="in_progress")] == []
-        assert len([one async for one in listed(stores[0], filter="completed")]) == 4
+        assert [one.id async for one in listed(stores[0], filter="failed")] == []
+        states = [[one async for one in listed(stores[0], filter=name)] for name in ("in_progress", "completed")]
+        assert len(states[0]) + len(states[1]) >= 4, "one may end between the two questions"
         with pytest.raises(openai.NotFoundError):
             await client.vector_stores.list(after="col_unknown")
 
@@ -312,6 +323,40 @@ async def test_a_store_that_nobody_uses_expires(serving: Serving, encoder_endpoi
         sweeping.cancel()
         assert emptied == 0 and await knowledge.catalogue.expired_collections() == []
         assert (await client.vector_stores.delete(store.id)).deleted
+
+
+async def test_another_gateway_goes_on_where_one_died(serving: Serving, encoder_endpoint: str, tmp_path: Path) -> None:
+    async with sdk(serving, encoder_endpoint, tmp_path) as (running, client):
+        await (await running.parts.knowledge.library())._ingestor.close()  # nothing is read here any more
+        store = await client.vector_stores.create()
+        made = await client.vector_stores.file_batches.create(
+            store.id, file_ids=[await sent(client, "hours.txt", HOURS), await sent(client, "cats.txt", CATS)]
+        )
+        assert made.status == "in_progress"
+        async with sdk(serving, encoder_endpoint, tmp_path) as (_, other):
+            done = await other.vector_stores.file_batches.poll(made.id, vector_store_id=store.id)
+            assert (done.status, done.file_counts.completed) == ("completed", 2)
+        again = await client.vector_stores.file_batches.retrieve(made.id, vector_store_id=store.id)
+        assert again.status == "completed"
+        found = await client.vector_stores.search(store.id, query="When does the office open?", max_num_results=1)
+        assert found.data[0].filename == "hours.txt"
+
+
+@pytest.mark.slow
+async def test_the_example_of_the_page(
+    serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert len(blocks) == 2
+    call = calls(("file_search", {"queries": ["When does the office open?"]}))
+    engine = script(text, call, "At eight in the morning [1].")
+    async with library(serving, encoder_endpoint, tmp_path, engine) as running:
+        code = "\n".join(blocks).replace("127.0.0.1:8000", f"127.0.0.1:{running.port}").replace("smollm2-135m", "tiny")
+        await asyncio.to_thread(exec, compile(code, str(PAGE), "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "completed 2" and printed[1].startswith("hours.txt 0.")
+    assert printed[2].startswith("['When does the office open?'] ['hours.txt'")
+    assert printed[3] == "At eight in the morning [1]."
 
 
 async def test_tenants_are_apart(serving: Serving, encoder_endpoint: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ const COLUMNS = [
   { name: "id", label: "Adapter", main: true },
   { name: "model", label: "Model" },
   { name: "state", label: "State" },
+  { name: "kind", label: "Kind" },
   { name: "rank", label: "Rank", number: true },
   { name: "pinned", label: "Pinned" },
   { name: "source", label: "Source", text: true },

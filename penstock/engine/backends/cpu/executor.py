@@ -44,9 +44,10 @@ class RecordedExecutor(EagerExecutor):
 
     def run(self, batch: Batch) -> PendingStep:
         decoder, recorded = self._decoder, self.plain
-        if self._adapters is not None and (adapted := self._adapters.begin(batch)) is not None:
+        adapters = self._adapters
+        if adapters is not None and (adapted := adapters.begin(batch)) is not None:
             decoder = adapted
-            recorded = None if self._adapters.launched_eagerly(batch) else self._recorded(adapted)
+            recorded = None if adapters.by_host(batch) or adapters.alters(batch) else self._recorded(adapted)
         if recorded is not None and batch.plain and recorded.has_head:
             # Nearly every step: natively from tokens to tokens, unless a row needs more than a draw.
             count = len(batch.chunks)

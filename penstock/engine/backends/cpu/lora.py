@@ -12,11 +12,11 @@ from torch import Tensor
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
 
@@ -32,8 +32,8 @@ class CpuLora:
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
         self.rows: RowBank | None = None
-        self.vectors: VectorBank | None = None
-        self.norms: NormBank | None = None
+        self.vectors: Vectors | None = None
+        self.norms: Norms | None = None
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self._handle = handle

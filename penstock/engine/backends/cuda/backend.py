@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.norms import Norm, Norms
 from penstock.engine.adapters.runtime import AdaptedModel
+from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Quantizer
 from penstock.engine.backends.cuda.device import TorchCudaBackend
@@ -29,6 +31,7 @@ from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.peer_group import CudaPeerGroup
+from penstock.engine.backends.cuda.slot_tables import NormTable, VectorTable
 from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Ops, StepLimits
 from penstock.engine.config import EngineConfig, WeightForm
@@ -122,6 +125,12 @@ class CudaBackend(TorchCudaBackend):
 
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
         return TritonLora(layout, slots, rank, dtype, self.device, fixed=self.ops.batch_invariant)
+
+    def vector_bank(self, layout: AdapterLayout, slots: int) -> Vectors:
+        return VectorTable(layout, slots, self.device)
+
+    def norm_bank(self, norms: Sequence[tuple[Norm, Tensor]], slots: int) -> Norms:
+        return NormTable(norms, slots, self.device)
 
     def executor(self, resources: RunnerResources) -> Executor:
         return GraphExecutor(resources)

@@ -60,6 +60,8 @@ class Kind(IntEnum):
     PROMPTS = 3
     FURTHER = 4
     """Decodes of which some use an adapter that touches linears that few do; see `Site`."""
+    ALTERED = 5
+    """Decodes of which some use an adapter that changes single outputs or norms; see `AdaptedModel`."""
 
 
 @dataclass(slots=True)
@@ -270,7 +272,8 @@ class DecodeGraphs:
         if self._stateful:
             batch.states = state_batch(view)
         if self.lora is not None:
-            self.lora.use({name: view(name, torch.int32) for name in TABLES}, bucket)
+            tables = {name: view(name, torch.int32) for name in TABLES}
+            self.lora.use(tables, bucket, alters=self.kind is Kind.ALTERED)
         hidden = (decoder or self.decoder).forward(ids, batch, watched(kv or self.kv))
         logits = self.decoder.head(hidden)
         if isinstance(self.rows, BlockTables):

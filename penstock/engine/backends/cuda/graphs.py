@@ -76,6 +76,8 @@ class GraphExecutor(EagerExecutor):
         occur."""
         self.further_graphs: DecodeGraphs | None = None
         """For steps in which some adapter touches linears that few do."""
+        self.altered_graphs: DecodeGraphs | None = None
+        """For steps in which some adapter changes single outputs or norms; captured when they occur."""
         adapters = resources.adapters
         if adapters is not None and isinstance(adapters.kernel, GraphLora):
             self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
@@ -83,6 +85,9 @@ class GraphExecutor(EagerExecutor):
                 further = adapters.further.captured()
                 self._expects_experts = any(site.experts for site in adapters.layout.sites)
                 self.further_graphs = self.graphs.with_adapters(further, adapters.kernel, Kind.FURTHER)
+            if adapters.altered is not None:
+                altered = adapters.altered.captured()
+                self.altered_graphs = self.graphs.with_adapters(altered, adapters.kernel, Kind.ALTERED)
             if adapters.narrow is not None:
                 narrow = adapters.narrow.captured()
                 self.narrow_graphs = self.graphs.with_adapters(narrow, adapters.kernel, Kind.NARROW)
@@ -125,7 +130,8 @@ class GraphExecutor(EagerExecutor):
 
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():
-            if graphs is not self.further_graphs or self._expects_experts:
+            later = graphs is self.altered_graphs or (graphs is self.further_graphs and not self._expects_experts)
+            if not later:
                 graphs.capture_all()
         if self.chains is not None:
             self.chains.capture_all()
@@ -186,7 +192,7 @@ class GraphExecutor(EagerExecutor):
         return capture_again
 
     def _all(self) -> list[DecodeGraphs]:
-        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.further_graphs)
+        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.further_graphs, self.altered_graphs)
         return [graphs for graphs in found if graphs is not None]
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
@@ -196,8 +202,10 @@ class GraphExecutor(EagerExecutor):
         adapters = self._adapters
         if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
             return self.graphs
-        if adapters.launched_eagerly(batch):
+        if adapters.by_host(batch):
             return None
+        if adapters.alters(batch):
+            return self.altered_graphs
         if self.further_graphs is not None and adapters.touches_further(batch):
             return self.further_graphs
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
@@ -217,6 +225,7 @@ class GraphFollower(Follower):
                 (Kind.ADAPTED, resources.adapted),
                 (Kind.NARROW, resources.narrow),
                 (Kind.FURTHER, resources.further),
+                (Kind.ALTERED, resources.altered),
             )
             for kind, decoder in kinds:
                 if decoder is not None:

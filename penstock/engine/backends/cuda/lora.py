@@ -25,11 +25,11 @@ from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
@@ -40,6 +40,7 @@ from penstock.engine.backends.cuda.kernels.tiled_lora import (
     shrink_kernel,
     tiles_kernel,
 )
+from penstock.engine.backends.cuda.slot_tables import NormTable, VectorTable
 from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
@@ -62,6 +63,8 @@ class _Step:
     block: int
     captured: bool = False
     """Whether the step becomes part of a graph."""
+    alters: bool = False
+    """Whether adapters in that graph may change single outputs and norms."""
 
 
 class TritonLora:
@@ -84,8 +87,8 @@ class TritonLora:
         one size, and sums are rounded where they are added."""
         assert layout.by_output
         self.rows: RowBank | None = None
-        self.vectors: VectorBank | None = None
-        self.norms: NormBank | None = None
+        self.vectors: Vectors | None = None
+        self.norms: Norms | None = None
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self._fixed = fixed
@@ -149,22 +152,26 @@ class TritonLora:
         values = (tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32))
         return dict(zip(TABLES, values, strict=True))
 
-    def use(self, tables: dict[str, Tensor], tokens: int) -> None:
-        if self.rows is not None:
-            self.rows.clear()
-        if self.vectors is not None:
-            self.vectors.clear()
-        if self.norms is not None:
-            self.norms.clear()
-        if self.head_norms is not None:
-            self.head_norms.clear()
-        if self.inputs is not None:
-            self.inputs.clear()
+    def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
+        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs):
+            if bank is not None:
+                bank.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
-        self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True))
+        self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True, alters))
+        if alters:
+            self.look_up_all()
+
+    def look_up_all(self) -> None:
+        """Have the step that has begun change outputs and norms as if some adapter of it did."""
+        for bank in (self.vectors, self.norms):
+            if isinstance(bank, VectorTable | NormTable):
+                bank.active = True
 
     def _begin(self, step: _Step) -> None:
         self._step = step
+        for bank in (self.vectors, self.norms):
+            if isinstance(bank, VectorTable | NormTable):
+                bank.token_slots = step.tokens
         self._pass = None
         self._tiles = None
 
@@ -201,7 +208,8 @@ class TritonLora:
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
         step = self._step
         assert step is not None
-        if self._fixed or not step.captured:  # launched from the host, a second stream would gain nothing
+        # Launched from the host, a second stream would gain nothing; vectors scale the sum, so it must be there.
+        if self._fixed or not step.captured or step.alters:
             y = base(x)
             self.add(x, y, placed)
             return y
@@ -223,8 +231,8 @@ class TritonLora:
 
     @property
     def token_slots(self) -> Tensor:
-        assert self._step is not None
-        return self._step.tokens
+        # Before the first step too: Python 3.11 reads it to find out which protocols a kernel follows.
+        return self._ranks.new_empty(0) if self._step is None else self._step.tokens
 
     def add_visits(
         self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda import chain_trial
+from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
@@ -77,7 +77,7 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
-        self.chains = chain_trial.wanted()
+        self.chains = trials.one_token_in_chains()
         """Whether steps of one token compute the products between two attentions in one launch."""
         self.hopper_prefill = _load_hopper_prefill(device)
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)

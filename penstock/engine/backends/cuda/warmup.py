@@ -20,6 +20,7 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.cuda.decode_graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.grouped import GroupedWeight
+from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
 from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
@@ -65,6 +66,11 @@ def compile_kernels(
             for adapted in _one_layer_each(adapters):
                 _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
             _visit_ends(adapters, limits, device)
+            altered = adapters.with_altered().altered
+            if altered is not None and isinstance(adapters.kernel, TritonLora):
+                for layer in {id(layer): layer for layer in (altered.layers[0], altered.layers[-1])}.values():
+                    alone = dataclasses.replace(altered, layers=[layer])
+                    _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits, altered=True)
     return visited
 
 
@@ -121,13 +127,22 @@ def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCac
     return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)
 
 
-def _visit_adapted(adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
-    """The same steps with adapters: tokens in all slots, in short and long chunks."""
-    for decodes in buckets_up_to(limits.max_rows):
-        adapters.kernel.begin(np.zeros(decodes, np.int32))
+def _visit_adapted(
+    adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits, altered: bool = False
+) -> None:
+    """The same steps with adapters: tokens in all slots, in short and long chunks. `altered`: with vectors and norms,
+    whose kernels do not depend on how many tokens there are."""
+
+    def begin(tokens: int) -> None:
+        adapters.kernel.begin(np.zeros(tokens, np.int32))
+        if altered and isinstance(adapters.kernel, TritonLora):
+            adapters.kernel.look_up_all()
+
+    for decodes in (1, limits.max_rows) if altered else buckets_up_to(limits.max_rows):
+        begin(decodes)
         _forward(decoder, kv, tables, limits, decodes, [])
-    for prompts in ([17], [limits.budget - 1], [20] * 4):
-        adapters.kernel.begin(np.zeros(1 + sum(prompts), np.int32))
+    for prompts in ([17],) if altered else ([17], [limits.budget - 1], [20] * 4):
+        begin(1 + sum(prompts))
         _forward(decoder, kv, tables, limits, 1, prompts)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
-from penstock.engine.adapters.norms import NormBank
+from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import VectorBank
+from penstock.engine.adapters.vectors import Vectors
 
 _BLOCK = 1 << 30
 """Tokens per tile: all that share a slot."""
@@ -26,8 +26,8 @@ class ReferenceLora:
 
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
         self.rows: RowBank | None = None
-        self.vectors: VectorBank | None = None
-        self.norms: NormBank | None = None
+        self.vectors: Vectors | None = None
+        self.norms: Norms | None = None
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self._layout = layout

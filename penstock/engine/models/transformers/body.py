@@ -219,10 +219,9 @@ class StageBody:
         return nn.functional.pad(embedded, (0, self.width - embedded.shape[-1]))
 
     def __call__(self, entry: Tensor, **options: Any) -> Tensor:
-        stream = entry.unsqueeze(0)
         if self.reads_tokens:
-            return self._run(input_ids=stream, **options)
-        self.junction.given = stream
+            return self._run(input_ids=entry.unsqueeze(0), **options)
+        self.junction.given = stream = entry.unsqueeze(0).clone()  # a model may write into what it is given
         if self._carries is not None:
             return self._run(input_ids=self._carries.ids(entry).unsqueeze(0), **options)
         if self.junction.first:
@@ -336,7 +335,7 @@ def take_out(model: Any, junction: Junction, dtype: torch.dtype) -> Callable[[st
         raise CannotDivide("it does not keep its layers apart from its head")
     name, layers = layers_of(base, junction.layers)
     begin, end = junction.span
-    junction.row = find_stage_row(base, layers, base.get_input_embeddings().num_embeddings)
+    junction.row = find_stage_row(base, name, base.get_input_embeddings().num_embeddings)
     junction.shapes = shapes_by_layer(model)
     for index, layer in enumerate(layers):
         if not begin <= index < end:

@@ -8,7 +8,7 @@ it is one row of numbers per token: the streams, what layers have left for later
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -101,9 +101,19 @@ class StageRow:
         return stream
 
 
-def find_stage_row(base: nn.Module, layers: nn.ModuleList, vocabulary: int) -> StageRow | None:
-    """Of a model without weights. None where one residual stream is all, or the model does not run this way: whether
-    that holds is checked when a stage is loaded."""
+def find_stage_row(base: nn.Module, name: str, vocabulary: int) -> StageRow | None:
+    """Of a model without weights. `name`: of the list of its layers. None where one residual stream is all, or the
+    model does not run this way: whether that holds is checked when a stage is loaded."""
+    try:
+        twin = deepcopy(base)  # a model may keep what it computes, and here that is nothing but shapes
+        return _find(twin, twin.get_submodule(name), vocabulary)
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception:  # such as operations that look at values, of which there are none
+        return None
+
+
+def _find(base: nn.Module, layers: Any, vocabulary: int) -> StageRow | None:
     ids = (torch.arange(_TOKENS, device="cpu") * 7 + 3) % vocabulary
     tables: set[nn.Module] = set()
     given: list[set[tuple[str, Any]]] = []
@@ -125,24 +135,20 @@ def find_stage_row(base: nn.Module, layers: nn.ModuleList, vocabulary: int) -> S
         return arguments, {**options, **watched}
 
     inside = set(layers.modules())
-    with ExitStack() as stack, torch.no_grad():
-        for module in base.modules():
-            if isinstance(module, nn.Embedding) and module not in inside:
-                stack.callback(vars(module).pop, "forward", None)
-                vars(module)["forward"] = _lookup(module, ids, tables)
-        for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
-        # With the engine's attention there are no masks, for which the library would look at positions.
-        register()
-        use(base, PAGED)
-        stack.callback(use, base, "eager")
-        stack.callback(CALLS.reset, CALLS.set(_Shapes()))
-        try:
+    for module in base.modules():
+        if isinstance(module, nn.Embedding) and module not in inside:
+            vars(module)["forward"] = _lookup(module, ids, tables)
+    for layer in layers:
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    # With the engine's attention there are no masks, for which the library would look at positions.
+    register()
+    use(base, PAGED)
+    token = CALLS.set(_Shapes())
+    try:
+        with torch.no_grad():
             base(input_ids=ids.unsqueeze(0), use_cache=False)
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except Exception:  # such as operations that look at values, of which there are none
-            return None
+    finally:
+        CALLS.reset(token)
     streams = {_of_token(stream) for stream, _ in seen}
     if len(seen) != len(layers) or len(streams) != 1:
         return None

@@ -49,28 +49,30 @@ class FileSearches:
 
     async def open(self, exchange: Exchange, stores: Sequence[str], wanted: StoreSearch, at: str) -> FileSearch:
         """404 where a store does not exist for the caller."""
-        found = [
-            await find_store(self._knowledge, exchange.caller, id, param=f"{at}.vector_store_ids")
-            for id in dict.fromkeys(stores)
-        ]
-        return FileSearch(self._knowledge, exchange, found, wanted)
+        search = FileSearch(self._knowledge, exchange, list(dict.fromkeys(stores)), wanted)
+        await search.stores(f"{at}.vector_store_ids")
+        return search
 
 
 class FileSearch:
     """The searches of one answer, and the sources they found; see `generation.sources.Sources`."""
 
     def __init__(
-        self, knowledge: KnowledgeLibrary, exchange: Exchange, stores: Sequence[Collection], wanted: StoreSearch
+        self, knowledge: KnowledgeLibrary, exchange: Exchange, stores: Sequence[str], wanted: StoreSearch
     ) -> None:
         self._knowledge = knowledge
         self._exchange = exchange
-        self._stores = stores
+        self._ids = stores
         self._wanted = wanted
         self._sources: list[Source] = []
         self._queries: list[str] = []
         self._numbering = asyncio.Lock()
         self.found: dict[str, list[Hit]] = {}
         """What the model was shown, by the id of the call."""
+
+    async def stores(self, param: str | None = None) -> list[Collection]:
+        """As they are now: a model may take long before it asks."""
+        return [await find_store(self._knowledge, self._exchange.caller, id, param=param) for id in self._ids]
 
     @property
     def has_sources(self) -> bool:
@@ -79,7 +81,7 @@ class FileSearch:
     async def run(self, call: str, queries: Sequence[str], count: Count, room: int) -> str:
         """Search; returns passages for the model, at most `room` tokens of them."""
         self._knowledge.permit(self._exchange)
-        hits = await search_stores(self._knowledge, self._stores, queries, self._wanted)
+        hits = await search_stores(self._knowledge, await self.stores(), queries, self._wanted)
         most = min(room, self._knowledge.config.context_tokens)
         scores = {hit.passage.stored: hit for hit in hits}
         async with self._numbering:  # calls run side by side

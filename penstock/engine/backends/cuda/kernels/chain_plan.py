@@ -44,6 +44,8 @@ class ChainShape:
     """Tensor cores multiply; otherwise ordinary arithmetic in float32."""
     registers: int = 0
     """Of a thread at most; 0: few enough, without spilling."""
+    fetch: int = 0
+    """Bytes that the L2 cache reads at once, 128 or 256; 0: as it likes."""
     waits: bool = True
     """Without them results are wrong: to time what waiting for each other costs."""
     multiplies: bool = True
@@ -107,6 +109,7 @@ class ChainPlan:
             "WARPS": shape.warps,
             "STAGES": shape.stages,
             "TENSOR": int(shape.tensor),
+            "PENSTOCK_FETCH": shape.fetch,
             "WAITS": int(shape.waits),
             "MULTIPLIES": int(shape.multiplies),
         }

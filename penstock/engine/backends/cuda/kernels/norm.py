@@ -20,9 +20,10 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.cuda.kernels.own_gains import OwnGains, own_arguments, own_gains
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gains", "norms", "norm", "norm_start", "x_norm", "x_norm_start"])
 def _norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -32,6 +33,15 @@ def _norm_kernel(
     scale_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     delta_ranks_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    held_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    gains: tl.tensor,
+    norms: tl.tensor,
+    norm: tl.tensor,
+    norm_start: tl.tensor,
+    x_norm: tl.tensor,
+    x_norm_start: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
@@ -39,6 +49,8 @@ def _norm_kernel(
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     X_NORM: tl.constexpr,
+    OWN_FIRST: tl.constexpr,
+    OWN_SECOND: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DELTA: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -48,8 +60,12 @@ def _norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     launch_successor(PDL)
+    if OWN_FIRST or OWN_SECOND:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if OWN_FIRST:
+            weight = own_gains(weight, bank_ptr, held_ptr, slot, gains, norms, norm, norm_start, cols, mask)
     if DELTA:
         rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
@@ -60,6 +76,8 @@ def _norm_kernel(
         x += second(delta_ptr + row * HIDDEN + cols, mask, rank)
     if X_NORM:
         x_weight = tl.load(x_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if OWN_SECOND:
+            x_weight = own_gains(x_weight, bank_ptr, held_ptr, slot, gains, norms, x_norm, x_norm_start, cols, mask)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * x_weight
     if ADD:
         residual = residual_ptr + row * HIDDEN + cols
@@ -148,6 +166,7 @@ def _launch(
     out: Tensor,
     scale: Tensor | None,
     pdl: bool,
+    own: OwnGains | None = None,
 ) -> None:
     summed = 1
     if isinstance(x, Summands):
@@ -157,6 +176,7 @@ def _launch(
     if tokens == 0:
         return
     block = next_power_of_2(hidden)
+    arguments, owned = own_arguments(own, x)
     launch(
         _norm_kernel,
         (tokens,),
@@ -167,6 +187,7 @@ def _launch(
         out,
         x if scale is None else scale,
         *delta,
+        *arguments,
         x.stride(0),
         eps,
         HIDDEN=hidden,
@@ -174,6 +195,7 @@ def _launch(
         NORM=weight is not None,
         ADD=residual is not None,
         X_NORM=x_weight is not None,
+        **owned,
         QUANTIZE=scale is not None,
         SUMMED=summed,
         **options,
@@ -183,12 +205,18 @@ def _launch(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    own: OwnGains | None = None,
 ) -> Tensor:
     """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`.
     Without `weight`, a copy; so too below."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    _launch(x, None, weight, None, eps, out, None, pdl)
+    _launch(x, None, weight, None, eps, out, None, pdl, own)
     return out
 
 
@@ -200,10 +228,11 @@ def add_rms_norm(
     x_weight: Tensor | None = None,
     *,
     pdl: bool = False,
+    own: OwnGains | None = None,
 ) -> Tensor:
     """`residual += x` (with `x_weight`: x normalized) in place, then `rms_norm(residual)`; a new tensor."""
     out = torch.empty_like(residual)
-    _launch(x, residual, weight, x_weight, eps, out, None, pdl)
+    _launch(x, residual, weight, x_weight, eps, out, None, pdl, own)
     return out
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda import nvrtc
-from penstock.engine.backends.cuda.chain_trial import SETTING
 from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.mxfp4_one import shares_processors
+from penstock.engine.backends.cuda.trials import ONE_TOKEN
 from penstock.engine.backends.interface import Link
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ def applies(links: Sequence[Link], device: torch.device) -> bool:
 @cache
 def _available(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        log.warning("%s=chain has no effect: its kernel is for compute capability 9.0", SETTING)
+        log.warning("%s=chain has no effect: its kernel is for compute capability 9.0", ONE_TOKEN)
         return False
     if shares_processors():
-        log.warning("%s=chain has no effect: other processes share the multiprocessors (MPS)", SETTING)
+        log.warning("%s=chain has no effect: other processes share the multiprocessors (MPS)", ONE_TOKEN)
         return False
     if (reason := nvrtc.unavailable()) is not None:
-        log.warning("%s=chain has no effect: %s", SETTING, reason)
+        log.warning("%s=chain has no effect: %s", ONE_TOKEN, reason)
         return False
     return True
 
