@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from penstock.engine.adapters.apply import FusedLora, GraphLora
 from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
 from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.slot_tables import NormTable, VectorTable
 from penstock.engine.backends.reference.ops import ReferenceOps
@@ -98,6 +100,11 @@ def test_adapters_come_and_go_without_waiting_for_the_device() -> None:
                 table.put(1, what)
             assert copied.seen == [True] * copies, (type(table).__name__, copied.seen)
             assert bool(table._held[1].any()) is (what is not None)
+
+
+def test_a_kernel_is_known_as_one_for_graphs_before_any_step() -> None:
+    kernel = TritonLora(ENDS, 2, 16, torch.float32, DEVICE)
+    assert isinstance(kernel, GraphLora) and isinstance(kernel, FusedLora)
 
 
 def test_norms_have_the_gains_of_each_tokens_adapter() -> None:

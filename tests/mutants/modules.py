@@ -32,6 +32,7 @@ MODULES = (
     Module("penstock/text/stop_strings.py", ("tests/text/test_stop_strings.py",)),
     Module("penstock/metering/prices.py", ("tests/metering/test_prices.py",)),
     Module("penstock/config/units.py", ("tests/config/test_units.py",)),
+    Module("penstock/knowledge/filters.py", ("tests/knowledge/test_filters.py",)),
     Module("penstock/conversations/window.py", ("tests/conversations/test_window.py",)),
     Module(
         "penstock/planning/shape.py", ("tests/planning/test_shape_arithmetic.py", "tests/planning/test_model_shape.py")

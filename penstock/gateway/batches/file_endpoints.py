@@ -133,9 +133,11 @@ class FileEndpoints:
         await exchange.reply_parts(files.pieces(file), file.bytes, kind)
 
 
-async def check_room(files: FileStore, config: BatchesConfig, tenant: str, size: int, param: str) -> None:
-    """Refuse a file with which a tenant's files would be larger than they may."""
-    used = await files.used(tenant)
+async def check_room(
+    files: FileStore, config: BatchesConfig, tenant: str, size: int, param: str, *, counted: bool = False
+) -> None:
+    """Refuse a file with which a tenant's files would be larger than they may. `counted`: it is one of them already."""
+    used = await files.used(tenant) - (size if counted else 0)
     if used + size > config.tenant_limit:
         raise InvalidRequest(
             f"The files of this tenant have {used:,} bytes; with this one they would have more than the "

@@ -113,11 +113,10 @@ class BatchRunner:
         return [((), len(self._running))]
 
     def start(self, answer: Answerer, paths: Collection[str]) -> None:
-        """Take part in running batches, unless no lines may run here (`lines_at_once` is 0). `answer` answers their
-        requests, which may go to `paths`."""
+        """Take part in running batches, unless no lines may run here (`lines_at_once` is 0), and in deleting old files.
+        `answer` answers their requests, which may go to `paths`."""
         self._answer, self._paths = answer, frozenset(paths)
-        if self._lines_at_once:
-            self._task = asyncio.create_task(self._run(), name="batch runner")
+        self._task = asyncio.create_task(self._run(), name="batch runner")
 
     def serves(self, path: str) -> bool:
         """Whether requests of a batch may go to this path."""
@@ -150,7 +149,9 @@ class BatchRunner:
                 if loop.time() - swept > SWEEP_S:
                     swept = loop.time()
                     await self._files.sweep()
-                while len(self._running) < AT_ONCE and (batch := await self._claim()) is not None:
+                while (
+                    self._lines_at_once and len(self._running) < AT_ONCE and (batch := await self._claim()) is not None
+                ):
                     stop = _Stop()
                     task = asyncio.create_task(self._drive(batch, stop), name=batch.id)
                     self._running[batch.id] = (task, stop)

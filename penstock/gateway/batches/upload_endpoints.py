@@ -29,7 +29,7 @@ from penstock.gateway.batches.file_endpoints import (
 )
 from penstock.gateway.batches.files import DOCUMENT_PURPOSES, DocumentWriter, FileStore, FileWriter
 from penstock.gateway.batches.uploads import MOST_PARTS, Upload
-from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimitExceeded
+from penstock.protocol.errors import ApiError, InvalidRequest, NotFound, PayloadTooLarge, RateLimitExceeded
 from penstock.storage import DatabaseError
 
 PART_LIMIT = 64 * 2**20
@@ -94,12 +94,7 @@ class UploadEndpoints:
         if asked.bytes > limit:
             raise PayloadTooLarge(limit=limit, size=asked.bytes)
         try:
-            count, _ = await self._uploads.pending(caller.tenant)
-            if count >= MOST_OPEN:
-                raise RateLimitExceeded(
-                    f"{count} uploads of yours are open, which is the limit: complete or cancel some.", retry_after=60.0
-                )
-            await check_room(self._files, self._config, caller.tenant, asked.bytes, "bytes")
+            await self._check_room(caller.tenant, asked.bytes, made=False)
             made = await self._uploads.create(
                 caller.tenant,
                 file_name(asked.filename, asked.purpose),
@@ -109,6 +104,11 @@ class UploadEndpoints:
                 user=caller.user,
                 keep_s=None if asked.expires_after is None else float(asked.expires_after.seconds),
             )
+            try:  # again, with it: requests that come together must not all find the same room
+                await self._check_room(caller.tenant, asked.bytes, made=True)
+            except ApiError:
+                await self._uploads.forget(made.id)
+                raise
         except DatabaseError as error:
             raise away() from error
         await exchange.reply_json(made.shown())
@@ -185,6 +185,16 @@ class UploadEndpoints:
         if upload is None:
             raise NotFound(f"There is no upload `{id[:128]}`.")
         return upload
+
+    async def _check_room(self, tenant: str, size: int, *, made: bool) -> None:
+        """Refuse an upload that is one too many, or too large. `made`: it is among the open ones already."""
+        count, _ = await self._uploads.pending(tenant)
+        if count - made >= MOST_OPEN:
+            raise RateLimitExceeded(
+                f"{count - made} uploads of yours are open, which is the limit: complete or cancel some.",
+                retry_after=60.0,
+            )
+        await check_room(self._files, self._config, tenant, size, "bytes", counted=made)
 
     async def _check_parts(self, upload: Upload, part_ids: list[str]) -> None:
         sizes = await self._uploads.sizes(upload.id)

@@ -3,7 +3,7 @@ it is completed.
 
 Parts are bytes, cut anywhere, and are stored in pieces, so that no statement is large. Invariants: an upload ends once,
 as `completed`, `cancelled` or expired; what it was promised counts as used by its tenant until then; the bytes of parts
-are deleted with its end.
+are deleted at its end, a few at a time, because everybody else's writes wait for each statement.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from penstock.storage import Database, Statement
+from penstock.storage import Database, DatabaseError, Statement
 
 PIECE = 512 * 1024
 """Bytes of a part in one row."""
@@ -24,6 +25,8 @@ OPEN_S = 3600.0
 SHOWN_S = 86400.0
 """How long an upload that has ended is remembered."""
 MOST_PARTS = 10_000
+DELETED_AT_ONCE = 32
+"""Pieces."""
 _VERSIONS = (
     (
         "CREATE TABLE IF NOT EXISTS uploads (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, user_id TEXT NOT NULL, "
@@ -131,24 +134,34 @@ class UploadStore:
         """The id of a new part; None where the upload has ended meanwhile, or has more parts or bytes than it may: a
         part may be sent twice, because its first answer got lost, but not everything again and again."""
         id = f"part_{uuid.uuid4().hex}"
-        for number, piece in enumerate(_pieces(content)):
-            await self._database.execute(
-                "INSERT INTO upload_pieces (part_id, number, upload_id, content) VALUES (?, ?, ?, ?)",
-                id, number, upload.id, piece,
-            )  # fmt: skip
+        takes = "id = ? AND status = 'pending' AND expires_at > ? AND received + ? <= 2 * bytes AND parts < ?"
+        about = (upload.id, self.clock(), len(content), MOST_PARTS)
+        if not await self._database.fetch(f"SELECT 1 FROM uploads WHERE {takes}", *about):
+            return None  # before anything is written
         added: Statement = (
-            "UPDATE uploads SET received = received + ?, parts = parts + 1 WHERE id = ? AND status = 'pending' "
-            "AND expires_at > ? AND received + ? <= 2 * bytes AND parts < ?",
-            (len(content), upload.id, self.clock(), len(content), MOST_PARTS),
-        )
+            f"UPDATE uploads SET received = received + ?, parts = parts + 1 WHERE {takes}", (len(content), *about)
+        )  # fmt: skip
         part: Statement = (
             "INSERT INTO upload_parts (id, upload_id, bytes) VALUES (?, ?, ?)",
             (id, upload.id, len(content)),
         )
-        if (await self._database.transact([added, part], guarded=True))[0]:
-            return id
-        await self._database.execute("DELETE FROM upload_pieces WHERE part_id = ?", id)
-        return None
+        whole = False
+        try:
+            for number, piece in enumerate(_pieces(content)):
+                await self._database.execute(
+                    "INSERT INTO upload_pieces (part_id, number, upload_id, content) VALUES (?, ?, ?, ?)",
+                    id, number, upload.id, piece,
+                )  # fmt: skip
+            whole = (await self._database.transact([added, part], guarded=True))[0] > 0
+        finally:
+            if not whole:  # also where the store is full: what nobody counts must not stay
+                await self._database.transact(
+                    [
+                        ("DELETE FROM upload_parts WHERE id = ?", (id,)),
+                        ("DELETE FROM upload_pieces WHERE part_id = ?", (id,)),
+                    ]
+                )
+        return id if whole else None
 
     async def sizes(self, id: str) -> dict[str, int]:
         """The parts of an upload, with their bytes."""
@@ -171,13 +184,31 @@ class UploadStore:
             "UPDATE uploads SET status = 'completed', file_id = ?, part_ids = ? WHERE id = ? AND status = 'pending'",
             (file_id, " ".join(part_ids), upload.id),
         )
-        done = await self._database.transact([ended, published, *_forgotten(upload.id)], guarded=True)
-        return done[0] > 0
+        return await self._end(upload.id, ended, published)
+
+    async def forget(self, id: str) -> None:
+        """Delete an upload that has no parts."""
+        await self._database.execute("DELETE FROM uploads WHERE id = ?", id)
 
     async def cancel(self, id: str) -> bool:
         """Whether this was its end."""
         ended: Statement = ("UPDATE uploads SET status = 'cancelled' WHERE id = ? AND status = 'pending'", (id,))
-        return (await self._database.transact([ended, *_forgotten(id)], guarded=True))[0] > 0
+        return await self._end(id, ended)
+
+    async def _end(self, id: str, ended: Statement, *more: Statement) -> bool:
+        forgotten: Statement = ("DELETE FROM upload_parts WHERE upload_id = ?", (id,))
+        if not (await self._database.transact([ended, *more, forgotten], guarded=True))[0]:
+            return False
+        with suppress(DatabaseError):  # it has ended all the same; the rest is swept later
+            await self._delete_pieces(id)
+        return True
+
+    async def _delete_pieces(self, id: str) -> None:
+        some = f"(SELECT part_id, number FROM upload_pieces WHERE upload_id = ? LIMIT {DELETED_AT_ONCE})"
+        while await self._database.execute(
+            f"DELETE FROM upload_pieces WHERE upload_id = ? AND (part_id, number) IN {some}", id, id
+        ):
+            pass
 
     async def sweep(self) -> None:
         """Delete the parts of expired uploads, and what a part left that came too late; later the uploads too."""
@@ -185,19 +216,14 @@ class UploadStore:
         expired: Statement = (
             "UPDATE uploads SET status = 'expired' WHERE status = 'pending' AND expires_at <= ?", (now,)
         )  # fmt: skip
-        over = "(SELECT id FROM uploads WHERE status <> 'pending')"
-        await self._database.transact(
-            [
-                expired,
-                (f"DELETE FROM upload_pieces WHERE upload_id IN {over}", ()),
-                (f"DELETE FROM upload_parts WHERE upload_id IN {over}", ()),
-                ("DELETE FROM uploads WHERE status <> 'pending' AND expires_at <= ?", (now - SHOWN_S,)),
-            ]
-        )
-
-
-def _forgotten(id: str) -> list[Statement]:
-    return [(f"DELETE FROM {table} WHERE upload_id = ?", (id,)) for table in ("upload_parts", "upload_pieces")]
+        pending = "(SELECT id FROM uploads WHERE status = 'pending')"
+        await self._database.transact([expired, (f"DELETE FROM upload_parts WHERE upload_id NOT IN {pending}", ())])
+        left = f"SELECT DISTINCT upload_id FROM upload_pieces WHERE upload_id NOT IN {pending}"
+        for (id,) in await self._database.fetch(left):
+            await self._delete_pieces(str(id))
+        await self._database.execute(
+            "DELETE FROM uploads WHERE status <> 'pending' AND expires_at <= ?", now - SHOWN_S
+        )  # fmt: skip
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:

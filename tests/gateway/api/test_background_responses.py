@@ -29,11 +29,12 @@ from penstock.gateway.api.openai.responses.background_store import (
 )
 from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.store import ResponseStore
+from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.memory_request import Reply
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.identity import Caller
-from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable
 from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
 from tests.gateway.accounting.test_admission import held, one_at_a_time
@@ -444,6 +445,78 @@ async def test_a_slow_gateway_finds_that_another_has_taken_over(
             assert await until(charged(other), lambda usage: usage[0] >= 1) == (1, 14)
 
 
+async def test_what_a_client_ended_is_billed_and_what_another_gateway_may_have_ended_is_not(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "BEAT_S", 0.1)
+    slow = ScriptedEngine(text, lambda request: [ord("a")] * 400, step_s=0.01)
+    async with serving(slow, **settings(tmp_path)) as running:
+        assert running.parts.database is not None and running.parts.background_responses is not None
+        tasks = running.parts.background_responses._tasks
+        for late in (True, False):
+            stream: Any = await sdk(running).responses.create(
+                model="tiny", input="hi", background=True, stream=True, max_output_tokens=400
+            )
+            async for event in stream:
+                if event.type == "response.output_text.delta":
+                    break
+            (run,) = tasks
+            if late:  # this process stood still for longer than its lease
+                run.leased_until = time.monotonic() - 1.0
+            await running.parts.database.execute("UPDATE responses SET owner = ''")
+            await eventually(lambda: not tasks)
+            assert run.goes_on is late and len(slow.aborted) == (1 if late else 2)
+        charges, tokens = await until(charged(running), lambda usage: usage[0] >= 1)
+        assert charges == 1 and 0 < tokens < 400
+
+
+async def test_leases_are_renewed_between_takeovers(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where keys cannot be looked up, so that nothing can be taken over."""
+    async with serving(held(text), **stored(tmp_path), drain_s=0.05) as running:
+        lost = [(await create(running, background=True)).json()["id"] for _ in range(5)]
+    calls: list[str] = []
+    take_over, keep = BackgroundStore.take_over, BackgroundStore.keep
+
+    async def taking(self: BackgroundStore, *about: Any, **more: Any) -> TakenOver | None:
+        calls.append("take over")
+        return await take_over(self, *about, **more)
+
+    async def keeping(self: BackgroundStore, *about: Any) -> dict[str, str]:
+        calls.append("keep")
+        return await keep(self, *about)
+
+    holder, away = OpenAuthentication.holder, [True]
+
+    async def holding(self: OpenAuthentication, tenant: str, key: str) -> Caller:
+        if away[0]:
+            raise KeyStoreUnavailable
+        return await holder(self, tenant, key)
+
+    monkeypatch.setattr(BackgroundStore, "take_over", taking)
+    monkeypatch.setattr(BackgroundStore, "keep", keeping)
+    monkeypatch.setattr(background, "TAKEN_AT_ONCE", 2)
+    monkeypatch.setattr(background, "BEAT_S", 0.05)
+    monkeypatch.setattr(OpenAuthentication, "holder", holding)
+    async with serving(held(text), **stored(tmp_path), gateway_timeout_s=0.8) as running:
+        await eventually(lambda: bool(calls))
+        own = (await create(running, background=True)).json()["id"]
+        await asyncio.sleep(0.6)
+        assert "keep" in calls and calls.count("take over") < 30, calls
+        assert len(running.engine.seen) == 1
+        away[0] = False
+        calls.clear()
+        assert running.parts.background_responses is not None
+        tasks = running.parts.background_responses._tasks
+        await eventually(lambda: len(tasks) == 6)
+        runs = [len(run) for run in " ".join(calls).replace("take over", "t").replace(" ", "").split("keep")]
+        assert max(runs) <= 2, calls
+        running.engine.hold = False
+        for id in (own, *lost):
+            assert (await ended(running, id))["status"] == "completed"
+
+
 async def test_another_gateway_shows_follows_and_cancels(serving: Serving, text: TextModel, tmp_path: Path) -> None:
     async with serving(held(text), **stored(tmp_path)) as one, serving(**stored(tmp_path)) as other:
         kept = (await create(one, background=True)).json()["id"]
@@ -538,6 +611,24 @@ async def test_a_response_is_taken_over_a_few_times(tmp_path: Path, kind: str, r
         assert await begun.end("resp_4", None, json.dumps({**response, "status": "cancelled"}).encode())
         assert await take_over("two", 20.0) is None and (await shown("resp_4"))["status"] == "cancelled"
         assert not [row for row in await database.fetch("SELECT work FROM responses") if row[0]]
+
+
+async def test_a_tenant_with_many_lost_responses_keeps_nobody_waiting(tmp_path: Path) -> None:
+    database = await open_database(f"sqlite:///{tmp_path / 'state.db'}")
+    now = [1000.0]
+    store = ResponseStore(database, keep_s=1e6, most=1000, clock=lambda: now[0])
+    await store.prepare()
+    for number in range(101):
+        tenant = "few" if number == 100 else "many"
+        about: Any = {"tenant": tenant, "user": "", "response": b'{"model": "m"}', "items": [], "events": b""}
+        work = msgspec.structs.replace(ASKED, tenant=tenant)
+        await store.background.begin(f"resp_{number}", "dead", 20.0, work=work, **about)
+        now[0] += 0.01
+    now[0] += 30.0
+    found = await store.background.take_over("me", 20.0, not_of=["many", "else"])
+    assert found is not None and found.work.tenant == "few"
+    assert await store.background.take_over("me", 20.0, not_of=["many", "else"]) is None
+    await database.close()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from penstock.cli import batch as batch_command
 from penstock.config.batches import BatchesConfig
 from penstock.gateway.batches import upload_endpoints
 from penstock.gateway.batches.files import FileStore
-from penstock.gateway.batches.uploads import OPEN_S, PIECE, SHOWN_S
-from penstock.storage import open_database
+from penstock.gateway.batches.uploads import DELETED_AT_ONCE, OPEN_S, PIECE, SHOWN_S
+from penstock.storage import DatabaseError, Statement, open_database
 from tests.gateway.accounting.test_quotas import sign_in
 from tests.gateway.batches.test_batches import client_of, jsonl, lines, over, request, settings, store_url
-from tests.gateway.conftest import Serving
+from tests.gateway.conftest import Serving, until
 
 __all__ = ["store_url"]
 TEXT = "".join(f"ä line {number} of ☃\n" for number in range(200)).encode()
@@ -148,6 +149,105 @@ async def test_what_is_cancelled_or_too_old_is_gone(store_url: str) -> None:
     await files.sweep()
     assert await uploads.get(expired.id, "t") is None
     await database.close()
+
+
+async def test_a_part_that_cannot_be_stored_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent again; its first copies must not fill the disk, where no limit counts them."""
+    database = await open_database(f"sqlite:///{tmp_path / 'x.db'}")
+    files = FileStore(database, keep_s=1e6)
+    await files.prepare()
+    upload = await files.uploads.create("t", "a", "batch", mime_type="text/plain", size=3 * PIECE)
+    execute, written = database.execute, list[str]()
+
+    async def full(sql: str, *values: Any) -> int:
+        written.append(sql)
+        if len(written) == 3:
+            raise DatabaseError("disk full")
+        return await execute(sql, *values)
+
+    monkeypatch.setattr(database, "execute", full)
+    assert await files.uploads.add_part(upload, b"x" * (6 * PIECE + 1)) is None
+    assert not written  # what is refused is not written first
+    with pytest.raises(DatabaseError, match="full"):
+        await files.uploads.add_part(upload, b"x" * (3 * PIECE))
+    assert not await database.fetch("SELECT 1 FROM upload_pieces") and not await files.uploads.sizes(upload.id)
+    assert await files.uploads.add_part(upload, b"x" * (3 * PIECE))
+    assert list((await files.uploads.sizes(upload.id)).values()) == [3 * PIECE]
+    await database.close()
+
+
+async def test_deleting_lets_others_write(tmp_path: Path) -> None:
+    """Nothing large is deleted in one statement: charges of requests wait for it."""
+    database = await open_database(f"sqlite:///{tmp_path / 'x.db'}")
+    files = FileStore(database, keep_s=1e6)
+    await files.prepare()
+    size, part = 3 * DELETED_AT_ONCE, b"x"
+    most = 0
+    transact = database.transact
+
+    async def counted(statements: Sequence[Statement], **how: Any) -> list[int]:
+        nonlocal most
+        counts = await transact(statements, **how)
+        deleted = [count for (sql, _), count in zip(statements, counts, strict=False) if "_pieces" in sql]
+        most = max(most, *deleted, 0)
+        return counts
+
+    upload = await files.uploads.create("t", "a", "assistants", mime_type="text/plain", size=size)
+    ids = [await files.uploads.add_part(upload, part) for _ in range(size)]
+    writer = await files.begin_document("t", "a", "assistants")
+    for _ in range(size):
+        await writer.add(part)
+    database.transact = counted  # type: ignore[method-assign]
+    assert await files.uploads.complete(upload, writer.file.id, [id for id in ids if id], writer.finished())
+    assert await files.used("t") == size
+    await files.delete(writer.file.id)
+    assert 1 < most <= DELETED_AT_ONCE and await files.used("t") == 0
+    for table in ("upload_pieces", "upload_parts", "file_pieces", "files"):
+        assert not await database.fetch(f"SELECT 1 FROM {table}"), table
+    # Where a gateway died meanwhile, the rest is swept.
+    await database.execute("INSERT INTO upload_pieces VALUES ('p', 0, ?, ?)", upload.id, b"x")
+    await database.execute("INSERT INTO file_pieces VALUES ('f', 0, ?)", b"x")
+    await database.execute("INSERT INTO files VALUES ('f', 't', 'a', 'assistants', 1, 0, 0, 0, '')")
+    await files.sweep()
+    for table in ("upload_pieces", "file_pieces", "files"):
+        assert not await database.fetch(f"SELECT 1 FROM {table}"), table
+    await database.close()
+
+
+async def test_old_files_are_deleted_where_no_batches_run(serving: Serving, tmp_path: Path) -> None:
+    options = settings(f"sqlite:///{tmp_path / 'x.db'}", batches=BatchesConfig(lines_at_once=0))
+    async with serving(**options) as running:
+        about = {"bytes": 4, "filename": "a", "mime_type": "text/plain", "purpose": "batch"}
+        at = "/v1/uploads/" + (await running.client.post("/v1/uploads", json=about)).json()["id"]
+        assert (await running.client.post(f"{at}/parts", files={"data": b"abc\n"})).status_code == 200
+        assert running.parts.database is not None
+        await running.parts.database.execute("UPDATE uploads SET expires_at = 1")
+    async with serving(**options) as running:
+        database = running.parts.database
+        assert database is not None
+        assert not await until(lambda: database.fetch("SELECT 1 FROM upload_pieces"), lambda rows: not rows)
+
+
+async def test_uploads_that_begin_together_share_the_room(serving: Serving, store_url: str) -> None:
+    limits = BatchesConfig(upload_limit=4096, tenant_limit=8192)
+    about = {"bytes": 4096, "filename": "a", "mime_type": "text/plain", "purpose": "batch"}
+    async with (
+        serving(**settings(store_url, batches=limits)) as one,
+        serving(**settings(store_url, batches=limits)) as other,
+    ):
+        replies = await asyncio.gather(*(
+            running.client.post("/v1/uploads", json=about) for _ in range(8) for running in (one, other)
+        ))  # fmt: skip
+        made = [reply.status_code for reply in replies].count(200)
+        assert made <= 2 and {reply.json()["error"]["code"] for reply in replies if reply.status_code == 400} == {
+            "storage_limit"
+        }
+        # What was refused is not counted.
+        for _ in range(2 - made):
+            assert (await one.client.post("/v1/uploads", json=about)).status_code == 200
+        assert (await other.client.post("/v1/uploads", json=about)).status_code == 400
+        assert one.parts.database is not None
+        assert await one.parts.database.fetch("SELECT COUNT(*) FROM uploads") == [(2,)]
 
 
 async def test_what_is_wrong_is_refused(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,8 +231,8 @@ class TritonLora:
 
     @property
     def token_slots(self) -> Tensor:
-        assert self._step is not None
-        return self._step.tokens
+        # Before the first step too: Python 3.11 reads it to find out which protocols a kernel follows.
+        return self._ranks.new_empty(0) if self._step is None else self._step.tokens
 
     def add_visits(
         self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None

@@ -130,17 +130,18 @@ def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCac
 def _visit_adapted(
     adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits, altered: bool = False
 ) -> None:
-    """The same steps with adapters: tokens in all slots, in short and long chunks."""
+    """The same steps with adapters: tokens in all slots, in short and long chunks. `altered`: with vectors and norms,
+    whose kernels do not depend on how many tokens there are."""
 
     def begin(tokens: int) -> None:
         adapters.kernel.begin(np.zeros(tokens, np.int32))
         if altered and isinstance(adapters.kernel, TritonLora):
             adapters.kernel.look_up_all()
 
-    for decodes in buckets_up_to(limits.max_rows):
+    for decodes in (1, limits.max_rows) if altered else buckets_up_to(limits.max_rows):
         begin(decodes)
         _forward(decoder, kv, tables, limits, decodes, [])
-    for prompts in ([17], [limits.budget - 1], [20] * 4):
+    for prompts in ([17],) if altered else ([17], [limits.budget - 1], [20] * 4):
         begin(1 + sum(prompts))
         _forward(decoder, kv, tables, limits, 1, prompts)
 

@@ -61,6 +61,8 @@ _OWN_HEADERS = ("content-type", "content-length", "x-request-id", "openai-proces
 _AWAY = "The store of responses cannot be reached at the moment."
 LOOK_S = 5.0
 """How often responses that lost their gateways are looked for, at the least."""
+TAKEN_AT_ONCE = 16
+"""Responses that are taken over before leases are renewed again."""
 
 Answerer = Callable[[Exchange], Awaitable[None]]
 Holder = Callable[[str, str], Awaitable[Caller]]
@@ -217,6 +219,7 @@ class BackgroundResponses:
     async def accept(self, run: BackgroundRun, head: dict[str, Any], record: ResponseRecord) -> None:
         """A response has a place, or waits for one: from now on it exists for clients."""
         id = str(head["id"])
+        run.leased_until = time.monotonic() + self._lease_s
         run.response = {**head, "status": "queued"}
         names = ("response.created", "response.queued")
         events = [encode_event((name, {"response": run.response}), number) for number, name in enumerate(names)]
@@ -366,35 +369,47 @@ class BackgroundResponses:
 
     async def _take_over(self) -> None:
         """Generate what dead gateways have begun, as far as there is room here."""
-        while self.enabled and not self._held:
+        for _ in range(TAKEN_AT_ONCE):
+            if not self.enabled or self._held:
+                return
             counts = Counter(run.caller.tenant for run in self._tasks)
             full = [tenant for tenant, count in counts.items() if count >= self._most]
             self._crowded = bool(full) or len(self._tasks) >= MOST
             if len(self._tasks) >= MOST:
                 return
+            asked_at = time.monotonic()
             found = await self._store.take_over(self._name, self._lease_s, not_of=full)
             if found is None:
                 return
             self._taken_over.inc()
             log.warning("took over a response in the background", extra={"response": found.id})
-            await self._resume(found)
+            if not await self._resume(found, asked_at):
+                return
+        self._look_at = float("-inf")  # there may be more
+        self.wake()
 
-    async def _resume(self, found: TakenOver) -> None:
+    async def _resume(self, found: TakenOver, taken_at: float) -> bool:
+        """Whether keys can be looked up: otherwise nothing can be taken over at the moment."""
         work = found.work
         try:
             caller = await self._holder(work.tenant, work.key)
         except AuthenticationError as error:
             run = BackgroundRun.taken_over(found, Caller(work.tenant, key=work.key))
             await self._failed(run, error.code or "server_error", error.message)
-        except (ApiError, DatabaseError) as error:  # keys cannot be looked up at the moment: another time
+        except (ApiError, DatabaseError) as error:
             log.warning("cannot look up the key of a response: %s", error, extra={"response": found.id})
             await self._store.release(found.id, self._name)
+            return False
         else:
-            self._begin(BackgroundRun.taken_over(found, caller))
+            run = BackgroundRun.taken_over(found, caller)
+            run.leased_until = taken_at + self._lease_s
+            self._begin(run)
+        return True
 
     async def _store_news(self, runs: Sequence[BackgroundRun]) -> None:
         if not runs:
             return
+        asked_at = time.monotonic()
         begun = [run for run in runs if run.begun and not run.begun_stored]
         news = [(run, len(run.events)) for run in runs if run.events]
         owners = await self._store.keep(
@@ -404,14 +419,18 @@ class BackgroundResponses:
             [(run.id, encode_json(run.response)) for run in begun],
             [(run.id, *run.unstored()) for run, _ in news],
         )
+        late = {run for run in runs if time.monotonic() > run.leased_until}
         for run in begun:
             run.begun_stored = True
         for run, count in news:
             run.forget_events(count)
         for run in runs:
+            run.leased_until = asked_at + self._lease_s
             whose = owners.get(run.id, "")
             if whose != self._name and not run.ended:
-                run.goes_on = whose != ""  # this process was too slow, and another has taken it over
+                # This process was too slow, and another has taken it over, and may have ended it since. Otherwise a
+                # client has ended it.
+                run.goes_on = whose != "" or run in late
                 self.stop(run.id)
 
     async def _events(self, id: str, after: int) -> AsyncGenerator[bytes, None]:

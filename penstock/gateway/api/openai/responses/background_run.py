@@ -38,6 +38,8 @@ class BackgroundRun:
         self._charges = 0
         self.goes_on = False
         """Another gateway generates it, or will: what happens here is not its end, and is not billed."""
+        self.leased_until = float("inf")
+        """In this process's monotonic time, at the latest; later it may be, or have been, another gateway's."""
         self.id = ""
         """Known once it is accepted."""
         self.response: dict[str, Any] = {}

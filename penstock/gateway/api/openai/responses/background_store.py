@@ -155,40 +155,46 @@ class BackgroundStore:
     async def take_over(self, owner: str, lease_s: float, *, not_of: Collection[str] = ()) -> TakenOver | None:
         """Lease the oldest response whose owner has died or given it up, except those of tenants in `not_of`. What may
         not be generated again is ended."""
-        now = self._clock()
-        rows = await self._database.fetch(
-            "SELECT id, owner, leased_until, tenant, response, work, attempts FROM responses "
-            "WHERE owner > '' AND leased_until <= ? ORDER BY created_at LIMIT 64",
-            now,
-        )
-        for id, before, until, tenant, response, work, attempts in rows:
+        others = f"AND tenant NOT IN ({', '.join('?' * len(not_of))}) " if not_of else ""
+        # One at a time: a row has its whole request. Another gateway may be faster; then the next is tried.
+        while rows := await self._database.fetch(
+            "SELECT id, owner, leased_until, response, work, attempts FROM responses "
+            f"WHERE owner > '' AND leased_until <= ? {others}ORDER BY created_at LIMIT 1",
+            now := self._clock(),
+            *not_of,
+        ):
+            id, before, until, response, work, attempts = rows[0]
             why = _given_up(work, attempts, now - until)
             try:
                 asked = _work.decode(work or "{}")
-            except msgspec.ValidationError:  # of another version
+            except msgspec.DecodeError:  # of another version
                 why = why or LOST
             if why is not None:
                 await self._abandon(id, before, response, why)
                 continue
-            if tenant in not_of:
-                continue
             queued = {**msgspec.json.decode(response), "status": "queued"}
-            taken = await self._database.execute(
-                "UPDATE responses SET owner = ?, leased_until = ?, attempts = attempts + 1, response = ? "
-                "WHERE id = ? AND owner = ? AND leased_until <= ?",
-                owner, now + lease_s, msgspec.json.encode(queued).decode(), id, before, now,
-            )  # fmt: skip
-            if taken:
-                return TakenOver(id, queued, asked, await self._begun_anew(id, owner, queued) if asked.stream else 0)
+            statements: list[Statement] = [
+                (
+                    "UPDATE responses SET owner = ?, leased_until = ?, attempts = attempts + 1, response = ? "
+                    "WHERE id = ? AND owner = ? AND leased_until <= ?",
+                    (owner, now + lease_s, msgspec.json.encode(queued).decode(), id, before, now),
+                )
+            ]
+            first_event = 0
+            if asked.stream:
+                number = await self._next_run(id)
+                # Stored at once, so that no later run gets these numbers.
+                event = encode_event(("response.queued", {"response": queued}), number)
+                statements.append(self._chunk(id, owner, number, event))
+                first_event = number + 1
+            if (await self._database.transact(statements, guarded=True))[0]:
+                return TakenOver(id, queued, asked, first_event)
         return None
 
-    async def _begun_anew(self, id: str, owner: str, response: dict[str, Any]) -> int:
-        """Stores the first event of another run, so that no later run gets its numbers; returns the next number."""
+    async def _next_run(self, id: str) -> int:
+        """The first sequence number of another run."""
         rows = await self._database.fetch("SELECT MAX(first) FROM response_events WHERE response = ?", id)
-        number = (int(rows[0][0] or 0) // RUN_EVENTS + 1) * RUN_EVENTS
-        event = encode_event(("response.queued", {"response": response}), number)
-        await self._database.transact([self._chunk(id, owner, number, event)])
-        return number + 1
+        return (int(rows[0][0] or 0) // RUN_EVENTS + 1) * RUN_EVENTS
 
     async def end(
         self,
