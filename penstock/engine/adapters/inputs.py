@@ -54,7 +54,9 @@ class InputBank:
 
     def put(self, slot: int, blocks: InputBlocks | None) -> None:
         """Bring the blocks of an adapter into a slot. Few adapters have some: nothing is reserved for them."""
-        self._held[slot] = None if blocks is None else blocks.to(self._device)
+        self._held[slot] = None  # what was there is freed first
+        if blocks is not None:
+            self._held[slot] = blocks.to(self._device)
 
     def begin(self, slots: np.ndarray) -> None:
         self._groups = []

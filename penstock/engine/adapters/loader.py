@@ -19,6 +19,9 @@ from penstock.errors import PenstockError
 _THREADS = 2
 """A slow download must not delay an adapter that is on disk."""
 
+_LONGEST = 2000
+"""Characters of a reason: it is sent to clients, and may quote names in a file."""
+
 Key = TypeVar("Key")
 Read = Callable[[str, str], LoadedAdapter]
 """(name, source) to the adapter; raises `PenstockError` with a sentence for the caller."""
@@ -85,7 +88,7 @@ class Loader(Generic[Key]):
         try:
             adapter = self._read(name, source)
         except PenstockError as problem:
-            error = str(problem)
+            error = str(problem)[:_LONGEST]
         except Exception as problem:  # a bad file fails its adapter, not the thread
-            error = f"{type(problem).__name__}: {problem}"
+            error = f"{type(problem).__name__}: {problem}"[:_LONGEST]
         return Loaded(key, adapter, error, time.monotonic() - began)

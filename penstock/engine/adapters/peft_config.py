@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
@@ -166,6 +166,10 @@ class LoraConfig:
 
     def rank_of(self, path: str) -> int:
         if self.ranks is not None:
+            if path not in self.ranks:
+                raise CheckpointError(
+                    f"{WEIGHTS}: cannot apply the matrices of {path}, which {self.kind} does not have"
+                )
             return self.ranks[path]
         rank: int = _matching(self.rank_pattern, path, self.rank)
         return rank
@@ -214,6 +218,8 @@ def _patterns(value: Any, key: str, kind: Any) -> Mapping[str, Any]:
         for number in value.values()
     ):
         raise CheckpointError(f"{CONFIG}: {key} must give numbers by names of modules, found {value!r:.80}")
+    if kind is int and min(value.values(), default=1) < 1:
+        raise CheckpointError(f"{CONFIG}: {key} must give positive integers, found {value!r:.80}")
     for pattern in value:
         if len(pattern) > 200 or not _PLAIN_PATTERN.fullmatch(pattern):
             raise CheckpointError(

@@ -21,7 +21,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
-from penstock.errors import ReplicaLost
+from penstock.errors import PenstockError, ReplicaLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,10 @@ class OtherRanks(Protocol):
         ...
 
 
+class NoDeviceMemory(PenstockError):
+    """What an adapter has beside its slot does not fit."""
+
+
 class AdapterRuntime:
     """What the runner needs: the adapted decoder, and a step's adapters in place."""
 
@@ -114,9 +118,16 @@ class AdapterRuntime:
         """Make the copies that the scheduled step relies on. They are queued before it on the same stream."""
         moves = self.pool.slots.moves
         while moves:
-            self.kernel.put(*moves[0])
+            slot, adapter = moves[0]
+            try:
+                self.kernel.put(slot, adapter)
+            except torch.OutOfMemoryError as error:  # smaller steps would not help
+                raise NoDeviceMemory(
+                    f"adapter {adapter.name} does not fit into device memory beside the model: lower memory_share or "
+                    "kv_memory, or merge the adapter into the model"
+                ) from error
             if self._others is not None:
-                self._others.put(*moves[0])
+                self._others.put(slot, adapter)
             del moves[0]  # only now: a copy that failed is made again
 
     def renew(self) -> None:

@@ -1,7 +1,8 @@
 """Device slots: which adapter is in which, how many sequences use it, and which one to evict for another.
 
 Invariant: a slot in use (`users > 0`) or pinned keeps its adapter; idle ones are given away, least recently used first.
-A plain object: `moves` lists the copies its owner has to make before the next step runs.
+A plain object: `moves` lists the copies its owner has to make before the next step runs. A copy that was not made when
+the last user of its adapter ends is given up: one that fails must not fail the steps of others.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class SlotTable:
             return
         del self._users[adapter]
         self._idle[adapter] = None
+        if any(move[1] is adapter for move in self.moves):  # not copied yet, perhaps because it cannot be
+            self._take_out(adapter)
 
     def pin(self, adapter: LoadedAdapter, pinned: bool) -> None:
         """Whether an idle `adapter` may lose its slot."""
@@ -78,11 +81,8 @@ class SlotTable:
         self._pinned.discard(adapter)
         if adapter in self._users:
             return False
-        slot = self._slot_of.pop(adapter, None)
-        if slot is not None:
-            del self._idle[adapter]
-            self._free.append(slot)
-            self.moves[:] = [move for move in self.moves if move[1] is not adapter]
+        if adapter in self._slot_of:
+            self._take_out(adapter)
         return True
 
     def check(self) -> None:
@@ -91,6 +91,11 @@ class SlotTable:
         assert sorted([*self._free, *self._slot_of.values()]) == list(range(self.count))
         assert set(self._users) | set(self._idle) == set(self._slot_of)
         assert not set(self._users) & set(self._idle)
+
+    def _take_out(self, adapter: LoadedAdapter) -> None:
+        del self._idle[adapter]
+        self._free.append(self._slot_of.pop(adapter))
+        self.moves[:] = [move for move in self.moves if move[1] is not adapter]
 
     def _evict(self) -> int:
         victim = next(adapter for adapter in self._idle if adapter not in self._pinned)

@@ -30,6 +30,8 @@ ADAPTER_FAILED = "the adapter cannot be used"
 """How `Delta.error` begins when an adapter could not be read or does not fit the model."""
 NO_ADAPTERS = "this engine serves no adapters: set adapter_slots, or list adapters, in its model's configuration"
 
+_UNREADABLE = (OSError, ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What files that are no adapter's raise, whatever JSON they hold."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
 
@@ -103,7 +105,7 @@ def _stored_rank(folder: Path) -> int:
         there = (folder / WEIGHTS).exists() and config.get("peft_type", "LORA") != "LORA"
         shapes = {name: tensor.get("shape", []) for name, tensor in _header(folder).items()} if there else {}
         return stored_rank(config, shapes)
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except _UNREADABLE:
         return 0
 
 
@@ -125,7 +127,7 @@ def stored_tokens(folder: Path) -> int:
         named = config.get("trainable_token_indices") or config.get("token_indices") or []
         lists = named.values() if isinstance(named, dict) else [named]
         return max([*(1 + int(max(each)) for each in lists if each), *_lengths(folder), 0])
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except _UNREADABLE:
         return 0
 
 
@@ -157,7 +159,7 @@ def replaced_rows(folder: Path) -> int:
         if config.get("modules_to_save"):
             counts += _lengths(folder)
         return max(counts, default=0)
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except _UNREADABLE:
         return 0
 
 

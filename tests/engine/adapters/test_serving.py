@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.adapters.loader import Loader
+from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -222,6 +224,43 @@ def test_a_bad_adapter_is_a_clear_error_and_affects_no_other_request(
         assert end.finish_reason == "error" and sentence in (end.error or ""), (how, end.error)
         assert end.error is not None and end.error.startswith("the adapter cannot be used")
     assert_idle(engine)
+
+
+def test_an_adapter_that_does_not_fit_the_device_fails_alone(
+    base: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(base, adapters=specs_of(folders[:2]), adapter_slots=2)
+    expected = generate(engine, ask("x", [1, 2, 3], "a0", 8), ask("y", [1, 2, 3], "", 8))
+    assert engine.runner.adapters is not None
+    kernel, budget = engine.runner.adapters.kernel, engine.scheduler.token_budget
+    put = kernel.put
+
+    def full(slot: int, adapter: LoadedAdapter) -> None:
+        if adapter.name == "a1":
+            raise torch.OutOfMemoryError("no")
+        put(slot, adapter)
+
+    monkeypatch.setattr(kernel, "put", full)
+    for turn in range(2):
+        engine.submit(ask(f"big{turn}", [1, 2, 3], "a1", 8))
+        for request in (ask(f"x{turn}", [1, 2, 3], "a0", 8), ask(f"y{turn}", [1, 2, 3], "", 8)):
+            engine.submit(request)
+        deltas = drain(engine)
+        assert "adapter a1 does not fit into device memory" in (ends(deltas)[f"big{turn}"].error or "")
+        found = collect(deltas)
+        assert (found[f"x{turn}"], found[f"y{turn}"]) == (expected["x"], expected["y"])
+    assert engine.scheduler.token_budget == budget
+    monkeypatch.undo()
+    assert len(generate(engine, ask("now", [1, 2, 3], "a1", 8))["now"]) == 8
+    assert_idle(engine)
+
+
+def test_a_reason_is_never_long() -> None:
+    loader: Loader[str] = Loader(lambda name, source: (_ for _ in ()).throw(ConfigError("x" * 10**6)))
+    loader.start("a", "a", "a")
+    loader.wait(60)
+    (result,) = loader.finished()
+    assert len(result.error) == 2000
 
 
 def test_the_host_decides_where_an_adapter_comes_from(base: Path, folders: list[Path]) -> None:

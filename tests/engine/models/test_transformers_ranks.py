@@ -271,6 +271,34 @@ def test_layers_that_read_ids_have_no_stages() -> None:
         body.find_form(torch.randn(3, 4))
 
 
+class _WritesInPlace(nn.Module):
+    """Scales what it is given, as CTRL does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def forward(self, inputs_embeds: Tensor, use_cache: bool) -> Any:
+        hidden = inputs_embeds.mul_(2)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return SimpleNamespace(last_hidden_state=hidden)
+
+
+@torch.inference_mode()
+def test_a_stage_may_write_into_what_it_is_given() -> None:
+    base, junction = _WritesInPlace(), Junction((0, 1), 2)
+    base.layers[1] = Elsewhere(base.layers[1], 1, junction)
+    body = StageBody(base, junction, 4, torch.float32)
+    entry = torch.randn(3, 4)
+    kept = entry.clone()
+    assert torch.equal(body(entry, use_cache=False), kept * 2) and torch.equal(entry, kept)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (2, 2)])
 def test_adapters_speculation_and_the_host_tier(tensor: int, pipeline: int, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from penstock.engine.adapters.input_tensors import BLOCKS
 from penstock.engine.adapters.kinds import rules
 from penstock.engine.adapters.kinds.low_rank import LOW_RANK
 from penstock.engine.adapters.kinds.modules import Tensors
@@ -18,7 +19,8 @@ from penstock.engine.adapters.kinds.renamed import RENAMED
 from penstock.engine.adapters.kinds.rotations import Rotations
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.peft_config import LoraConfig
-from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS
+from penstock.engine.adapters.vector_tensors import ADDED, FACTOR
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
@@ -42,6 +44,8 @@ class Kind(Protocol):
 
 KINDS: Mapping[str, Kind] = {**LOW_RANK, **RENAMED, "OFT": Rotations("OFT", rules.OFT)}
 """Other than LoRA, by `peft_type`."""
+_MADE = tuple(f".{name}" for name in (BLOCKS, FACTOR, ADDED))
+"""Names that tensors have here only once they are converted."""
 
 
 def read_settings(raw: Mapping[str, Any]) -> LoraConfig:
@@ -62,6 +66,9 @@ def as_lora(
     """The tensors of a file under the names that LoRA has for them, and the configuration that fits these. `layout`: of
     the whole model."""
     kind = raw.get("peft_type", "LORA")
+    for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+        if key.endswith(_MADE):
+            raise CheckpointError(f"{WEIGHTS}: cannot apply {key!r}, which no adapter of PEFT has")
     if kind == "LORA":
         return settings, tensors
     return KINDS[kind].convert(raw, settings, tensors, layout)

@@ -85,8 +85,10 @@ class LowRank:
         ranks: dict[str, int] = {}
         for module in modules:
             rank = pairs.rank(module)
+            if rank < 1 and self.make is not _AdaLora:
+                raise CheckpointError(f"{WEIGHTS}: tensors of {module.path} are empty")
             if rank < 1:
-                continue  # AdaLoRA may leave nothing of a module
+                continue  # training may have pruned all of a module
             ranks[module.path] = rank if module.shape is None else min(rank, *module.shape)
             made |= _both(module, pairs, ranks[module.path])
         kept = [key for key in others if key not in names]
@@ -99,7 +101,14 @@ def _both(module: Module, pairs: _Pairs, rank: int) -> dict[str, Callable[[], Te
     def side(index: int) -> Tensor:
         if not found:
             a, b = pairs.pair(module)
-            found.append((a, b) if len(a) <= rank else _of_matrix(b @ a))
+            if len(a) > rank:
+                if (len(b), a.shape[1]) != module.shape:
+                    raise CheckpointError(
+                        f"{WEIGHTS}: matrices of {module.path} make one of {len(b)} x {a.shape[1]}, not "
+                        f"{' x '.join(map(str, module.model_shape()))}"
+                    )
+                a, b = _of_matrix(b @ a)
+            found.append((a, b))
         tensor = found[0][index]
         if index:  # B is asked for last: an adapter's pairs are never all in memory
             found.clear()
@@ -124,6 +133,9 @@ class _AdaLora:
     def __post_init__(self) -> None:
         if self.settings.alpha <= 0:
             raise CheckpointError(f"{CONFIG}: lora_alpha of AdaLoRA must be above 0, found {self.settings.alpha}")
+        pattern = self.raw.get("rank_pattern")
+        if not isinstance(pattern, dict | None):
+            raise CheckpointError(f"{CONFIG}: rank_pattern of AdaLoRA must be an object, found {pattern!r:.80}")
 
     def rank(self, module: Module) -> int:
         stored, first = module.size("lora_A", 2)[0], self.settings.rank
@@ -148,32 +160,40 @@ class _Vera:
         self._rank = settings.rank
         if len(shared) < 2 and raw.get("save_projection", True):
             raise CheckpointError(f"{WEIGHTS} has no vera_A and vera_B, and {CONFIG} has save_projection: true")
+        self._modules = modules
+        self._key = 0
+        self._both: Pair | None = None
+        """A and B; drawn when they are first needed, which is when the rank is known to fit into a slot."""
         if len(shared) == 2:
-            self._a, self._b = shared["vera_A"], shared["vera_B"]
-            if self._a.dim() != 2 or self._b.dim() != 2:
+            self._both = shared["vera_A"], shared["vera_B"]
+            if any(one.dim() != 2 for one in self._both):
                 raise CheckpointError(f"{WEIGHTS}: vera_A and vera_B must be matrices")
             return
         key = raw.get("projection_prng_key", 0)
         if not isinstance(key, int) or isinstance(key, bool) or not 0 <= key < 1 << 63:
             raise CheckpointError(f"{CONFIG}: projection_prng_key must be an integer from 0 on, found {key!r:.80}")
-        shapes = [module.model_shape() for module in modules]
-        outputs, inputs = (max((shape[side] for shape in shapes), default=1) for side in (0, 1))
-        generator = torch.Generator().manual_seed(key)
-        self._a = _projection(self._rank, inputs, generator)
-        self._b = _projection(outputs, self._rank, generator)
+        self._key = key
 
     def rank(self, module: Module) -> int:
         return self._rank
 
     def pair(self, module: Module) -> Pair:
         outputs, inputs = module.model_shape()
-        if self._a.shape[1] < inputs or self._b.shape[0] < outputs or self._a.shape[0] != self._rank:
+        self._both = a, b = self._both or self._drawn()
+        if a.shape[1] < inputs or b.shape[0] < outputs or a.shape[0] != self._rank or b.shape[1] != self._rank:
             raise CheckpointError(
-                f"{WEIGHTS}: vera_A and vera_B are {tuple(self._a.shape)} and {tuple(self._b.shape)}, too small for "
+                f"{WEIGHTS}: vera_A and vera_B are {tuple(a.shape)} and {tuple(b.shape)}, which do not fit "
                 f"{module.path}, which is {(outputs, inputs)} with r {self._rank}"
             )
-        a = self._a[:, :inputs] * module.tensor("vera_lambda_d", self._rank).unsqueeze(1)
-        return a, self._b[:outputs] * module.tensor("vera_lambda_b", outputs).unsqueeze(1)
+        a = a[:, :inputs] * module.tensor("vera_lambda_d", self._rank).unsqueeze(1)
+        return a, b[:outputs] * module.tensor("vera_lambda_b", outputs).unsqueeze(1)
+
+    def _drawn(self) -> Pair:
+        shapes = [module.model_shape() for module in self._modules]
+        outputs, inputs = (max(shape[side] for shape in shapes) for side in (0, 1))
+        generator = torch.Generator().manual_seed(self._key)
+        a = _projection(self._rank, inputs, generator)
+        return a, _projection(outputs, self._rank, generator)
 
 
 def _projection(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -291,6 +311,8 @@ class _VbLora:
         if "vblora_vector_bank" not in shared:
             raise CheckpointError(f"{WEIGHTS} has no vblora_vector_bank")
         self._bank = shared["vblora_vector_bank"]
+        if self._bank.dim() != 2 or not self._bank.numel():
+            raise CheckpointError(f"{WEIGHTS}: vblora_vector_bank is {tuple(self._bank.shape)}, not a list of vectors")
         self._rank = settings.rank
         topk = raw.get("topk", 2)
         if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= len(self._bank):
@@ -301,21 +323,33 @@ class _VbLora:
         return self._rank
 
     def pair(self, module: Module) -> Pair:
-        a, b = self._vectors(module, "A", (self._rank, None)), self._vectors(module, "B", (None, self._rank))
+        length = self._bank.shape[1]
+        outputs, inputs = module.model_shape()
+        if outputs % length or inputs % length:
+            raise CheckpointError(
+                f"{WEIGHTS}: {module.path} is {(outputs, inputs)}, no multiple of vectors of {length}"
+            )
+        a = self._vectors(module, "A", (self._rank, inputs // length))
+        b = self._vectors(module, "B", (outputs // length, self._rank))
         return a.flatten(1), b.transpose(1, 2).flatten(0, 1)
 
-    def _vectors(self, module: Module, side: str, sizes: tuple[int | None, ...]) -> Tensor:
+    def _vectors(self, module: Module, side: str, sizes: tuple[int, int]) -> Tensor:
+        """[*sizes, length]"""
         name = f"vblora_logits_{side}"
         if f"{name}_topk_indices" in module.keys:
             chosen = module.tensor(f"{name}_topk_indices", *sizes, self._topk).long()
             weights = module.tensor(f"{name}_topk_weights", *sizes, self._topk - 1)
             weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
-            if int(chosen.max()) >= len(self._bank):
+            if not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self._bank):
                 raise CheckpointError(f"{WEIGHTS}: {module.path} names vectors that the bank does not have")
         else:
             logits, chosen = module.tensor(name, *sizes, len(self._bank)).topk(self._topk, dim=-1)
             weights = logits.softmax(-1)
-        return (weights.unsqueeze(-1) * self._bank[chosen]).sum(-2)
+        # Summed as they are looked up: all that were chosen could be far more than the matrix.
+        summed: Tensor = torch.nn.functional.embedding_bag(
+            chosen.flatten(0, 1), self._bank, mode="sum", per_sample_weights=weights.flatten(0, 1)
+        )
+        return summed.view(*sizes, -1)
 
 
 _LOGITS = tuple(f"vblora_logits_{side}{end}" for side in "AB" for end in ("", "_topk_indices", "_topk_weights"))

@@ -40,6 +40,9 @@ class Rotations:
             raise CheckpointError(f"{CONFIG}: num_cayley_neumann_terms must be 1 to 100, found {terms!r:.80}")
         if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < 1e30:
             raise CheckpointError(f"{CONFIG}: eps must be a number above 0, found {eps!r:.80}")
+        for key in ("coft", "block_share", "use_cayley_neumann"):
+            if raw.get(key) not in (True, False, None):
+                raise CheckpointError(f"{CONFIG}: {key} must be true or false, found {raw[key]!r:.80}")
         return LoraConfig.of_kind(raw, self.title)
 
     def convert(
