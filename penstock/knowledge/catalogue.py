@@ -60,6 +60,10 @@ DOCUMENT = (
     "collection, id, name, url, media_type, digest, size, metadata, status, error, chunks, chunks_done, tokens, "
     "version, duplicate_of, created_at, updated_at, chunk_tokens, overlap_tokens"
 )
+_EXPIRED = (
+    "expires_days > 0 AND "
+    "CASE WHEN last_active_at > 0 THEN last_active_at ELSE created_at END + expires_days * 86400.0 <= ?"
+)
 ACTIVE_S = 60.0
 """How exactly the last use of a collection is recorded."""
 _metadata = msgspec.json.Decoder(dict[str, str])
@@ -129,9 +133,11 @@ class Catalogue:
     async def describe_collection(
         self, collection: Collection, *, title: str, metadata: Mapping[str, str], expires_days: int
     ) -> None:
+        """A change is a use: a collection that gets a date of expiry is kept for that long from now."""
         await self._database.execute(
-            "UPDATE collections SET title = ?, metadata = ?, expires_days = ? WHERE id = ? AND tenant = ?",
-            title, encode_metadata(metadata), expires_days, collection.id, collection.tenant,
+            "UPDATE collections SET title = ?, metadata = ?, expires_days = ?, last_active_at = ? "
+            "WHERE id = ? AND tenant = ?",
+            title, encode_metadata(metadata), expires_days, self._clock(), collection.id, collection.tenant,
         )  # fmt: skip
 
     async def note_use(self, collection: Collection) -> None:
@@ -146,22 +152,28 @@ class Catalogue:
     async def expired_collections(self) -> list[Collection]:
         """Some that nobody used for longer than they are to be kept, and that still have documents."""
         rows = await self._database.fetch(
-            f"SELECT {COLLECTION} FROM collections WHERE expires_days > 0 AND "
-            "CASE WHEN last_active_at > 0 THEN last_active_at ELSE created_at END + expires_days * 86400.0 <= ? "
+            f"SELECT {COLLECTION} FROM collections WHERE {_EXPIRED} "
             "AND EXISTS (SELECT 1 FROM documents WHERE documents.collection = collections.id) LIMIT 16",
             self._clock(),
         )
         return [collection_of(row) for row in rows]
 
-    async def empty_collection(self, collection: Collection) -> None:
-        """Deletes its documents."""
-        await self._database.transact(
+    async def empty_expired(self, collection: Collection) -> bool:
+        """Deletes its documents; returns False, and deletes nothing, where somebody has used it meanwhile."""
+        counts = await self._database.transact(
             [
+                # Changes nothing but locks the row, so that no use comes in between.
+                (
+                    f"UPDATE collections SET expires_days = expires_days WHERE id = ? AND {_EXPIRED}",
+                    (collection.id, self._clock()),
+                ),
                 ("DELETE FROM contents WHERE collection = ?", (collection.id,)),
                 ("DELETE FROM documents WHERE collection = ?", (collection.id,)),
                 *_batches_of(collection),
-            ]
+            ],
+            guarded=True,
         )
+        return bool(counts[0])
 
     async def collection_count(self, tenant: str) -> int:
         rows = await self._database.fetch("SELECT COUNT(*) FROM collections WHERE tenant = ?", tenant)

@@ -36,13 +36,19 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
+    """`values`: see `of`; looked up, since there may be hundreds of them for every document."""
+
     kind: Literal["in", "nin"]
     key: str
-    values: tuple[Attribute, ...]
+    values: frozenset[tuple[type, Attribute]]
+
+    @classmethod
+    def of(cls, kind: Literal["in", "nin"], key: str, values: Iterable[Attribute]) -> Membership:
+        return cls(kind, key, frozenset((_kind(value), value) for value in values))
 
     def matches(self, metadata: Mapping[str, Attribute]) -> bool:
         found = metadata.get(self.key)
-        among = found is not None and any(_equal(found, value) for value in self.values)
+        among = found is not None and (_kind(found), found) in self.values
         return among is (self.kind == "in")
 
 

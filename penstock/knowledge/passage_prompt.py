@@ -30,7 +30,8 @@ FOUND = (
 """The same for what a search tool returns."""
 LEAST_TOKENS = 48
 """Minimum size of a shortened passage."""
-_MARK = re.compile(r"<(?=\s*/?\s*sources?\b)", re.IGNORECASE)
+_MARK = re.compile(r"<(?=\s*/?\s*(?:sources?|tool_response|tool_call)\b)", re.IGNORECASE)
+"""Of a quotation, and of the result of a tool around it."""
 _NUMBER = re.compile(r"\[(\d{1,3}(?:\s*[,;-]\s*\d{1,3})*)\]")
 _END = re.compile(r"[.!?…](?=\s)|\n")
 

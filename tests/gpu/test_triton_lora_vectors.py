@@ -6,6 +6,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from gpu_harness import DEVICE, QUICK, TOLERANCE, check, check_equal, poisoned_outputs, rand
 from test_triton_lora import kernels, use
 from test_triton_lora_ends import ENDS, ON_DEVICE, TIE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -73,6 +75,33 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
             check(f"{dtype} captured, {alters}", both, want, 4 * TOLERANCE[dtype])
 
 
+class Copies(TorchDispatchMode):
+    """Of every copy, whether the host goes on without waiting for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.ops.aten.copy_.default and args[0].ndim:  # not a number that is set in host memory
+            self.seen.append(bool(args[2]) if len(args) > 2 else bool(options.get("non_blocking", False)))
+        return func(*args, **options)
+
+
+def test_adapters_come_and_go_without_waiting_for_the_device() -> None:
+    weight = rand(48)
+    norms = NormTable([((0, "first"), weight)], 2, DEVICE)
+    vectors = VectorTable(ENDS, 2, DEVICE)
+    held = SiteVectors(torch.ones(2, ENDS.columns), frozenset({(0, 0)}))
+    for table, own in ((vectors, held), (norms, {(0, "first"): torch.ones(48)})):
+        for what, copies in ((None, 0), (own, 2), (None, 1), (None, 0)):
+            with Copies() as copied:
+                table.put(1, what)
+            assert copied.seen == [True] * copies, (type(table).__name__, copied.seen)
+            assert bool(table._held[1].any()) is (what is not None)
+
+
 def test_a_kernel_is_known_as_one_for_graphs_before_any_step() -> None:
     kernel = TritonLora(ENDS, 2, 16, torch.float32, DEVICE)
     assert isinstance(kernel, GraphLora) and isinstance(kernel, FusedLora)
@@ -108,6 +137,21 @@ def test_norms_have_the_gains_of_each_tokens_adapter() -> None:
             check(f"{dtype} residual", left, right, 4 * TOLERANCE[dtype])
         table.begin(np.array([2, -1], np.int32))
         assert not table.active and table.lookup(weight) is None, "no adapter of the step replaces a norm"
+
+
+def test_norms_that_nobody_replaces_stay_those_of_the_layer() -> None:
+    """Layers whose linears have no adapters may round activations to FP8 in their norms."""
+    weight, other, x = rand(48), rand(48), rand(2, 48)
+    table = NormTable([((0, "first"), weight), ((0, "second"), other)], 1, DEVICE)
+    table.put(0, {(0, "first"): torch.ones(48)})
+    rounding = SimpleNamespace(rms_norm=lambda *_: "rounded", add_rms_norm=lambda *_: "rounded")
+    ops = table.on(rounding)
+    for slots in (np.array([-1, -1], np.int32), np.array([0, -1], np.int32)):
+        table.begin(slots)
+        table.token_slots = torch.from_numpy(slots).to(DEVICE)
+        for unknown in (None, rand(48)):
+            assert ops.rms_norm(x, unknown, 1e-5) == ops.add_rms_norm(x, x, unknown, 1e-5) == "rounded"
+        assert isinstance(ops.rms_norm(x, weight, 1e-5), torch.Tensor) is table.active
 
 
 def test_engine_with_dora_biases_and_norms() -> None:

@@ -326,16 +326,42 @@ async def _lists_batches_and_expiry(library: Library, col: Collection) -> None:
     await library.forget_file("acme", "n1")
     assert await documents.document(col.id, "n1") is None
 
+    # As a version before this one left it: nobody knows when it was last used.
+    old_state = "UPDATE collections SET last_active_at = 0, created_at = ?"
+    await library._database.execute(old_state, time.time() - 40 * 86400)
     await documents.describe_collection(col, title="Handbook", metadata={}, expires_days=1)
-    assert await documents.expired_collections() == []
+    assert await documents.expired_collections() == [], "days are counted from the change on"
+    assert not await documents.empty_expired(col)
+    assert [one.id for one in await listed.documents(col.id, Page(2))] == ["n3", "n2", "n0"]
     await library._database.execute("UPDATE collections SET last_active_at = ?", time.time() - 86401)
     (old,) = await documents.expired_collections()
     assert old.title == "Handbook" and library.expired(old)
     with pytest.raises(KnowledgeError, match="expired"):
         await put(library, old, "More.")
-    await documents.empty_collection(old)
+    assert await documents.empty_expired(old)
     await library.stores.drop(old)
     assert await documents.expired_collections() == [] and await library.batches.get(col.id, batch.id) is None
+
+
+async def test_expiry_outlives_a_file_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.knowledge.library.SWEEP_S", 0.01)
+    async with opened(tmp_path) as library:
+        first, second = [await library.create_collection("acme", name, expires_days=1) for name in ("a", "b")]
+        dropped, both = list[str](), asyncio.Event()
+
+        async def drop(collection: Collection) -> None:
+            dropped.append(collection.id)
+            if len(dropped) == 1:
+                raise PermissionError(collection.id)
+            both.set()
+
+        monkeypatch.setattr(library.stores, "drop", drop)
+        for col in (first, second):
+            await put(library, col, "Words.")
+            await settled(library, col)
+        await library._database.execute("UPDATE collections SET last_active_at = ?", time.time() - 86401)
+        await asyncio.wait_for(both.wait(), 10)
+        assert sorted(dropped) == sorted([first.id, second.id])
 
 
 async def test_lists_batches_and_expiry(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -83,6 +85,20 @@ async def test_a_search_among_some_documents_misses_nothing_of_theirs(stores: Ch
         some = await store.nearest(vector, 3, [f"near {number}" for number in range(5)])
         assert len(some) == 3 and all(similarity > 0.99 for _, similarity in some)
         assert dict(some).keys() <= dict(await store.nearest(vector, 31)).keys()
+
+
+def test_a_search_among_most_of_a_large_collection_takes_little_memory() -> None:
+    connection, dimensions, count = sqlite3.connect(":memory:"), 64, 40_000
+    connection.execute("CREATE TABLE chunks (key INTEGER PRIMARY KEY, document TEXT, vector BLOB)")
+    vectors = np.random.default_rng(0).normal(size=(97, dimensions)).astype(np.float16)
+    rows = ((key, "a", vectors[key % 97].tobytes()) for key in range(count))
+    connection.executemany("INSERT INTO chunks VALUES (?, ?, ?)", rows)
+    tracemalloc.start()
+    found = sqlite_module._nearest(connection, '["a"]', vectors[5], 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [key for key, _ in found] == [5, 102, 199] and found[0][1] == pytest.approx(1.0, abs=1e-3)
+    assert peak < 4e6 < count * dimensions * 2, "never all vectors at once"
 
 
 async def test_replacing_and_removing_leave_nothing_behind(stores: ChunkStores) -> None:

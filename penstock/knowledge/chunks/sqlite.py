@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,10 +111,8 @@ class SQLiteChunks(ChunkStore):
     async def nearest(self, vector: Vectors, count: int, among: Sequence[str] | None = None) -> Ranked:
         if among is not None:
             # Exact: an index cannot tell documents apart, and would be searched further and further for those few.
-            rows = await self._database.fetch(
-                "SELECT key, vector FROM chunks WHERE document IN (SELECT value FROM json_each(?))", _listed(among)
-            )
-            return await self._in_thread(lambda: _nearest(rows, vector, count))
+            listed = _listed(among)
+            return await self._database.read(lambda connection: _nearest(connection, listed, vector, count))
         index = await self._current_index()
         return await self._in_thread(lambda: index.search(vector, count))
 
@@ -234,14 +233,21 @@ class SQLiteChunks(ChunkStore):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _nearest(rows: Sequence[Row], vector: Vectors, count: int) -> Ranked:
-    if not rows:
-        return []
-    vectors = np.frombuffer(b"".join(row[1] for row in rows), np.float16).reshape(len(rows), -1).astype(np.float32)
-    sizes = np.linalg.norm(vectors, axis=1) * np.linalg.norm(vector)
-    cosines = vectors @ vector.astype(np.float32) / np.maximum(sizes, np.finfo(np.float32).tiny)
-    best = np.argsort(-cosines, kind="stable")[:count]
-    return [(int(rows[place][0]), float(cosines[place])) for place in best.tolist()]
+def _nearest(connection: sqlite3.Connection, among: str, vector: Vectors, count: int) -> Ranked:
+    """Compares all chunks of documents, some at a time: a filter may let through most of a large collection."""
+    cursor = connection.execute(
+        "SELECT key, vector FROM chunks WHERE document IN (SELECT value FROM json_each(?))", (among,)
+    )
+    wanted = vector.astype(np.float32) / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
+    keys, cosines = np.empty(0, np.int64), np.empty(0, np.float32)
+    while rows := cursor.fetchmany(BATCH):
+        found = np.frombuffer(b"".join(row[1] for row in rows), np.float16).reshape(len(rows), -1).astype(np.float32)
+        sizes = np.maximum(np.linalg.norm(found, axis=1), np.finfo(np.float32).tiny)
+        keys = np.concatenate([keys, np.array([row[0] for row in rows], np.int64)])
+        cosines = np.concatenate([cosines, found @ wanted / sizes])
+        best = np.lexsort((keys, -cosines))[:count]  # of equal ones the older chunk comes first
+        keys, cosines = keys[best], cosines[best]
+    return list(zip(keys.tolist(), cosines.tolist(), strict=True))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from tests.gateway.rag.test_collections import library, prompt_of
 from tests.gateway.rag.test_vector_stores import CATS, HOURS, LEAVE, client_of, processed, sent
 from tests.gateway.server_tools.test_server_tools import calls, script
 
+pytestmark = pytest.mark.usefixtures("readers_here")
 OPENING = calls(("file_search", {"queries": ["When does the office open?"]}))
 ANSWER = "The office opens at eight in the morning [1]. Ask again."
 FUNCTION: dict[str, Any] = {
@@ -175,6 +176,15 @@ async def test_what_is_asked_of_a_search_is_honoured(
         assert (await found(max_num_results=1))[0] == [files["hours.txt"]]
         assert (await found(ranking_options={"score_threshold": 1.0}))[0] == []
         assert "Nothing was found" in prompt_of(running, text)
+
+        # The same file in another store: the chunks are equal, the attributes are not.
+        twin = await client.vector_stores.create()
+        await client.vector_stores.files.create_and_poll(
+            files["hours.txt"], vector_store_id=twin.id, attributes={"name": "twin"}
+        )
+        only_hours = {"type": "in", "key": "name", "value": ["hours.txt", "twin"]}
+        _, made = await found(vector_store_ids=[store, twin.id], filters=only_hours)
+        assert {one.attributes["name"] for one in made.output[0].results} == {"hours.txt", "twin"}
 
         # The model would search for ever; calls are limited, and the last step has no tool.
         running.engine.script = script(text, OPENING).script

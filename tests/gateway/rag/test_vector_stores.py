@@ -21,6 +21,7 @@ from tests.gateway.rag.test_collections import library
 from tests.gateway.server_tools.test_server_tools import calls, script
 from tests.knowledge.files import make_pdf
 
+pytestmark = pytest.mark.usefixtures("readers_here")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "knowledge.md"
 
 LEAVE = b"# Leave\n\nParents receive twelve weeks of paid leave after the birth of a child.\n"
@@ -402,13 +403,18 @@ async def test_tenants_are_apart(serving: Serving, encoder_endpoint: str, tmp_pa
 async def test_quotas_are_those_of_collections(serving: Serving, encoder_endpoint: str, tmp_path: Path) -> None:
     config = KnowledgeConfig(collections_per_tenant=2, documents_per_collection=1, document_limit=1024)
     async with sdk(serving, encoder_endpoint, tmp_path, knowledge=config) as (_, client):
+        files = [await sent(client, "a.txt", HOURS), await sent(client, "b.txt", CATS)]
         store = await client.vector_stores.create()
+        with pytest.raises(openai.RateLimitError):
+            await client.vector_stores.create(file_ids=files)
+        listed = [one.id async for one in client.vector_stores.list()]
+        assert listed == [store.id], "a store that cannot have its files does not stay behind"
         await client.vector_stores.create()
         with pytest.raises(openai.RateLimitError):
             await client.vector_stores.create()
-        await client.vector_stores.files.create(store.id, file_id=await sent(client, "a.txt", HOURS))
+        await client.vector_stores.files.create(store.id, file_id=files[0])
         with pytest.raises(openai.RateLimitError):
-            await client.vector_stores.files.create(store.id, file_id=await sent(client, "b.txt", CATS))
+            await client.vector_stores.files.create(store.id, file_id=files[1])
         large = await sent(client, "large.txt", b"word " * 1000)
         with pytest.raises(openai.BadRequestError, match="at most 1,024"):
             await client.vector_stores.files.create(store.id, file_id=large)

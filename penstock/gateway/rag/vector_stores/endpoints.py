@@ -74,8 +74,12 @@ class VectorStoreEndpoints:
             overlap_tokens=overlap,
             expires_days=0 if request.expires_after is None else request.expires_after.days,
         )
-        for file in found:
-            await self._attachment.add(exchange, store, file, {}, (0, 0), refuse=False)
+        try:
+            for file in found:
+                await self._attachment.add(exchange, store, file, {}, (0, 0), refuse=False)
+        except BaseException:  # the client never learns its id
+            await guard((await self._knowledge.library()).remove_collection(store))
+            raise
         await self._reply(exchange, store)
 
     async def list_vector_stores(self, exchange: Exchange) -> None:

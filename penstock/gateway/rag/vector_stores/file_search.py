@@ -83,14 +83,14 @@ class FileSearch:
         self._knowledge.permit(self._exchange)
         hits = await search_stores(self._knowledge, await self.stores(), queries, self._wanted)
         most = min(room, self._knowledge.config.context_tokens)
-        scores = {hit.passage.stored: hit for hit in hits}
+        by_passage = {id(hit.passage): hit for hit in hits}  # chunks of one file in two stores are equal
         async with self._numbering:  # calls run side by side
             context = await asyncio.to_thread(
                 framed, [hit.passage for hit in hits], count, most, first=len(self._sources) + 1
             )
             self._sources += context.sources
         self._queries += queries
-        self.found[call] = [scores[source.passage.stored] for source in context.sources]
+        self.found[call] = [by_passage[id(source.passage)] for source in context.sources]
         if hits and not context.sources:
             return "Error: there is no room left for sources in the context window. Answer without them."
         return f"{FOUND}\n\n{context.text}" if context.sources else "Nothing was found in the user's files."

@@ -159,7 +159,7 @@ def _parsed(wanted: Filter, at: str, depth: int, left: list[int]) -> AttributeFi
         raise InvalidRequest(f"`{wanted.type}` has a `key` and a `value`, and no `filters`.", param=at)
     if isinstance(wanted.value, list):
         if wanted.type == "in" or wanted.type == "nin":
-            return Membership(wanted.type, wanted.key, tuple(wanted.value))
+            return Membership.of(wanted.type, wanted.key, wanted.value)
         raise InvalidRequest(f"The `value` of `{wanted.type}` is not a list.", param=f"{at}.value")
     if wanted.type == "in" or wanted.type == "nin":
         raise InvalidRequest(f"The `value` of `{wanted.type}` is a list.", param=f"{at}.value")
