@@ -197,7 +197,8 @@ def test_prefill_on_hopper_over_gathered_16_bits() -> None:
                 for turns in {1, min(3, heads.kv_heads)}:
                     with trial(), gathered_in(turns, case), counted_gathers() as gathered:
                         got = attend(case)
-                    assert len(gathered) == -(-heads.kv_heads // -(-heads.kv_heads // turns))
+                    wanted = -(-heads.kv_heads // -(-heads.kv_heads // turns))
+                    assert MODE == "compile" or len(gathered) == wanted  # what is only built is not counted
                     name = f"gathered {dtype} {heads.heads}/{heads.kv_heads} {contexts}, {turns} turns"
                     check_equal(name, got[first:], want[first:])
                 if MODE != "compile":

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -73,6 +77,33 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
             check(f"{dtype} captured, {alters}", both, want, 4 * TOLERANCE[dtype])
 
 
+@contextmanager
+def copies() -> Iterator[list[bool]]:
+    """Of every copy into a tensor, whether the host goes on without waiting for it."""
+    seen: list[bool] = []
+    kept = torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        seen.append(non_blocking)
+        return kept(self, source, non_blocking)
+
+    with patch.object(torch.Tensor, "copy_", copy_):
+        yield seen
+
+
+def test_adapters_come_and_go_without_waiting_for_the_device() -> None:
+    weight = rand(48)
+    norms = NormTable([((0, "first"), weight)], 2, DEVICE)
+    vectors = VectorTable(ENDS, 2, DEVICE)
+    held = SiteVectors(torch.ones(2, ENDS.columns), frozenset({(0, 0)}))
+    for table, own in ((vectors, held), (norms, {(0, "first"): torch.ones(48)})):
+        for what, wanted in ((None, 0), (own, 2), (None, 1), (None, 0)):
+            with copies() as seen:
+                table.put(1, what)
+            assert seen == [True] * wanted, (type(table).__name__, seen)
+            assert bool(table._held[1].any()) is (what is not None)
+
+
 def test_a_kernel_is_known_as_one_for_graphs_before_any_step() -> None:
     kernel = TritonLora(ENDS, 2, 16, torch.float32, DEVICE)
     assert isinstance(kernel, GraphLora) and isinstance(kernel, FusedLora)
@@ -108,6 +139,21 @@ def test_norms_have_the_gains_of_each_tokens_adapter() -> None:
             check(f"{dtype} residual", left, right, 4 * TOLERANCE[dtype])
         table.begin(np.array([2, -1], np.int32))
         assert not table.active and table.lookup(weight) is None, "no adapter of the step replaces a norm"
+
+
+def test_norms_that_nobody_replaces_stay_those_of_the_layer() -> None:
+    """Layers whose linears have no adapters may round activations to FP8 in their norms."""
+    weight, other, x = rand(48), rand(48), rand(2, 48)
+    table = NormTable([((0, "first"), weight), ((0, "second"), other)], 1, DEVICE)
+    table.put(0, {(0, "first"): torch.ones(48)})
+    rounding = SimpleNamespace(rms_norm=lambda *_: "rounded", add_rms_norm=lambda *_: "rounded")
+    ops = table.on(rounding)
+    for slots in (np.array([-1, -1], np.int32), np.array([0, -1], np.int32)):
+        table.begin(slots)
+        table.token_slots = torch.from_numpy(slots).to(DEVICE)
+        for unknown in (None, rand(48)):
+            assert ops.rms_norm(x, unknown, 1e-5) == ops.add_rms_norm(x, x, unknown, 1e-5) == "rounded"
+        assert isinstance(ops.rms_norm(x, weight, 1e-5), torch.Tensor) is table.active
 
 
 def test_engine_with_dora_biases_and_norms() -> None:

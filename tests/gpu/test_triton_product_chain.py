@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from chain_cases import BF16, EPS, LLAMA_8B, LLAMA_70B, QWEN3_06B, TOLERANCE, Sizes, links64, make_links
@@ -69,6 +71,26 @@ def run_emulated(links: list[Link], shape: ChainShape, x: Tensor, residual: Tens
     residual.copy_(begun)
     assert outs[-1] is not None
     return outs[-1]
+
+
+def test_blocks_that_do_not_all_fit_are_not_launched() -> None:
+    """They wait for each other: without this check, for ever."""
+    sizes, shape = SMALL["few rows"]
+    links = make_links(sizes, fp8=True, bias=False, device=DEVICE)
+    x, residual = rand(1, links[0].inputs, dtype=BF16), rand(1, links[0].outputs, dtype=BF16)
+    for room in (shape.blocks, shape.blocks - 1):
+        launched: list[object] = []
+        stub = SimpleNamespace(
+            resident_blocks=lambda block, shared, room=room: room,
+            launch=lambda grid, *rest, launched=launched, **options: launched.append(grid),
+        )
+        with patch.object(nvrtc, "kernel", lambda *args, stub=stub, **options: stub):
+            chain = ProductChain(links, shape)
+            try:
+                chain(x, residual)
+            except nvrtc.CudaDriverError as error:
+                assert room < shape.blocks and "PENSTOCK_ONE_TOKEN" in str(error)
+        assert common.is_building() or launched == [shape.blocks] * (room == shape.blocks)
 
 
 def cases() -> Iterator[tuple[str, Sizes, ChainShape, bool, bool]]:

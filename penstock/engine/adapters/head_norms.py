@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.norms import Norm
+from penstock.engine.adapters.tiles import grouped
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, KVScales
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import family_of
@@ -46,12 +47,7 @@ class HeadNormBank:
         self._held[slot] = norms and {at: gains.to(self._device, non_blocking=True) for at, gains in norms.items()}
 
     def begin(self, slots: np.ndarray) -> None:
-        self._groups = []
-        for slot in np.unique(slots[slots >= 0]).tolist() if any(self._held) else ():
-            held = self._held[slot]
-            if held:
-                of = np.flatnonzero(slots == slot)
-                self._groups.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
+        self._groups = grouped(self._held, slots, self._device)
 
     def clear(self) -> None:
         """The coming step is captured: it replaces nothing."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import PlacedSite
+from penstock.engine.adapters.tiles import grouped
 
 Parts = tuple[Tensor | None, ...]
 """Of each part of a site: float32 [blocks, size, size], which inputs are multiplied by from the left; None: they stay
@@ -59,12 +60,7 @@ class InputBank:
             self._held[slot] = blocks.to(self._device)
 
     def begin(self, slots: np.ndarray) -> None:
-        self._groups = []
-        for slot in np.unique(slots[slots >= 0]).tolist() if any(self._held) else ():
-            held = self._held[slot]
-            if held is not None:
-                of = np.flatnonzero(slots == slot)
-                self._groups.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
+        self._groups = grouped(self._held, slots, self._device)
 
     def clear(self) -> None:
         """The coming step is captured: it changes nothing."""

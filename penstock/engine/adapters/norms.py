@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.tiles import grouped
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import TensorNames, family_of
 from penstock.engine.models.layers.absent import NoMixer
@@ -82,12 +83,7 @@ class NormBank:
         self._held[slot] = norms and {at: gains.to(self._device, non_blocking=True) for at, gains in norms.items()}
 
     def begin(self, slots: np.ndarray) -> None:
-        self._groups = []
-        for slot in np.unique(slots[slots >= 0]).tolist() if any(self._held) else ():
-            held = self._held[slot]
-            if held:
-                of = np.flatnonzero(slots == slot)
-                self._groups.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
+        self._groups = grouped(self._held, slots, self._device)
 
     def clear(self) -> None:
         self._groups = []

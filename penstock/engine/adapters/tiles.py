@@ -6,9 +6,15 @@ it, all of one slot. So a kernel reads an adapter's matrices once per tile inste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
+
+Held = TypeVar("Held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,18 @@ def make_tiles(slots: np.ndarray, block: int) -> Tiles:
         starts.astype(np.int32),
         counts.astype(np.int32),
     )
+
+
+def grouped(held: Sequence[Held | None], slots: np.ndarray, device: torch.device) -> list[tuple[Held, Tensor | None]]:
+    """What the slots of a step's tokens hold, each with the tokens that have it; None: all of the step. `held`: of each
+    slot; `slots`: as above."""
+    found: list[tuple[Held, Tensor | None]] = []
+    for slot in np.unique(slots[slots >= 0]).tolist() if any(held) else ():
+        own = held[slot]
+        if own:
+            of = np.flatnonzero(slots == slot)
+            found.append((own, None if len(of) == len(slots) else torch.from_numpy(of).to(device)))
+    return found
 
 
 def most_tiles(tokens: int, slots: int, block: int) -> int:

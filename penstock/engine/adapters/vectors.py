@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import PlacedSite
+from penstock.engine.adapters.tiles import grouped
 
 _AT_ONCE = 1 << 24
 """Outputs that are widened at the same time: nothing is reserved for that."""
@@ -78,24 +79,13 @@ class VectorBank:
         self._held[slot] = None if vectors is None else vectors.to(self._device)
 
     def begin(self, slots: np.ndarray) -> None:
-        self._groups, self._head_groups = self._grouped(slots), []
+        self._groups, self._head_groups = grouped(self._held, slots, self._device), []
 
     def begin_head(self, slots: np.ndarray) -> None:
-        self._head_groups = self._grouped(slots)
+        self._head_groups = grouped(self._held, slots, self._device)
 
     def clear(self) -> None:
         self._groups, self._head_groups = [], []
-
-    def _grouped(self, slots: np.ndarray) -> list[_Group]:
-        if not any(self._held):
-            return []
-        found: list[_Group] = []
-        for slot in np.unique(slots[slots >= 0]).tolist():
-            held = self._held[slot]
-            if held is not None:
-                of = np.flatnonzero(slots == slot)
-                found.append((held, None if len(of) == len(slots) else torch.from_numpy(of).to(self._device)))
-        return found
 
     def alter(self, y: Tensor, placed: PlacedSite) -> None:
         for held, tokens in self._groups:

@@ -18,6 +18,9 @@ class DetachedWork(Protocol):
         """Of its next generation that comes to an end: in every run the same ids, in the same order. Empty: it has none
         yet."""
 
+    async def counts(self) -> bool:
+        """Whether the end of this run is the end of the work: nobody has cancelled it, or taken it over, meanwhile."""
+
     @property
     def goes_on(self) -> bool:
         """Whether this run ends only here, and another one will answer."""

@@ -19,6 +19,7 @@ from penstock.conversations import HeldConversation, Message, Owner, SessionBusy
 from penstock.conversations.conversation import Overflow, leading_system
 from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
+from penstock.gateway.accounting.detached import detached_work
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.summary import ConversationPrompt, Rendered, Summariser
 from penstock.gateway.generation.assistant_message import THOUGHTS, AssistantMessage
@@ -226,12 +227,16 @@ class StoredTurn:
         return room
 
     async def store(self, attempt: Attempt, generation: Generation, said: Sequence[Message]) -> None:
-        """Store the turn with its answer; the next one may begin."""
+        """Store the turn with its answer; the next one may begin. Work that another gateway has taken over is stored by
+        that one."""
         conversations, held = self._conversations, self.held
         conversation = msgspec.structs.replace(self._draft.followed_by(said), start=self._start, room=self._room)
         if attempt.exchange.arms != conversation.arms:
             conversation = msgspec.structs.replace(conversation, arms=attempt.exchange.arms)
         try:
+            detached = detached_work(attempt.exchange)
+            if detached is not None and not await detached.counts():
+                return
             if not await conversations.sessions.commit(held, conversation):
                 return
         except DatabaseError as error:

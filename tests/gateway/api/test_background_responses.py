@@ -39,7 +39,7 @@ from penstock.storage import Database, DatabaseError, open_database
 from penstock.text import TextModel
 from tests.gateway.accounting.test_admission import held, one_at_a_time
 from tests.gateway.accounting.test_quotas import sign_in
-from tests.gateway.api.test_responses import create, sdk, stored
+from tests.gateway.api.test_responses import create, prompt, sdk, stored
 from tests.gateway.conftest import Running, Serving, eventually, until
 from tests.gateway.process.test_request_log import read, settings
 from tests.scripted import ScriptedEngine
@@ -468,6 +468,27 @@ async def test_what_a_client_ended_is_billed_and_what_another_gateway_may_have_e
             assert run.goes_on is late and len(slow.aborted) == (1 if late else 2)
         charges, tokens = await until(charged(running), lambda usage: usage[0] >= 1)
         assert charges == 1 and 0 < tokens < 400
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_turn_is_stored_by_the_gateway_that_ends_the_response(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    async def notice_nothing(self: background.BackgroundResponses, runs: Any) -> None:
+        """The end comes first."""
+
+    monkeypatch.setattr(background.BackgroundResponses, "_store_news", notice_nothing)
+    async with serving(held(text), **stored(tmp_path)) as running:
+        id = (await create(running, background=True, conversation="trip")).json()["id"]
+        await eventually(lambda: bool(running.engine.seen))
+        assert running.parts.database is not None and running.parts.background_responses is not None
+        if lost:
+            await running.parts.database.execute("UPDATE responses SET owner = 'other', leased_until = 1e12")
+        running.engine.hold = False
+        await eventually(lambda: not running.parts.background_responses._tasks)  # type: ignore[union-attr]
+        assert ((await running.client.get(f"/v1/responses/{id}")).json()["status"] == "completed") is not lost
+        await create(running, conversation="trip")
+        assert ("Hello, world!" in prompt(running, text)) is not lost
 
 
 async def test_leases_are_renewed_between_takeovers(

@@ -124,12 +124,17 @@ def _of_matrix(change: Tensor) -> Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class _AdaLora:
+class _Adapter:
+    """What pairs are made from."""
+
     raw: Mapping[str, Any]
     settings: LoraConfig
     modules: Sequence[Module]
     shared: Mapping[str, Tensor]
 
+
+@dataclass(frozen=True, slots=True)
+class _AdaLora(_Adapter):
     def __post_init__(self) -> None:
         if self.settings.alpha <= 0:
             raise CheckpointError(f"{CONFIG}: lora_alpha of AdaLoRA must be above 0, found {self.settings.alpha}")
@@ -202,13 +207,7 @@ def _projection(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoHa:
-    raw: Mapping[str, Any]
-    settings: LoraConfig
-    modules: Sequence[Module]
-    shared: Mapping[str, Tensor]
-
+class _LoHa(_Adapter):
     def rank(self, module: Module) -> int:
         rank: int = self.settings.rank_of(module.path) ** 2
         return rank
@@ -224,13 +223,7 @@ class _LoHa:
         return (right.unsqueeze(1) * other_right.unsqueeze(0)).flatten(0, 1), b
 
 
-@dataclass(frozen=True, slots=True)
-class _LoKr:
-    raw: Mapping[str, Any]
-    settings: LoraConfig
-    modules: Sequence[Module]
-    shared: Mapping[str, Tensor]
-
+class _LoKr(_Adapter):
     def rank(self, module: Module) -> int:
         return math.prod(min(self._sizes(module, name)) for name in ("lokr_w1", "lokr_w2"))
 
@@ -265,13 +258,7 @@ class _LoKr:
         return left, right
 
 
-@dataclass(frozen=True, slots=True)
-class _Miss:
-    raw: Mapping[str, Any]
-    settings: LoraConfig
-    modules: Sequence[Module]
-    shared: Mapping[str, Tensor]
-
+class _Miss(_Adapter):
     def rank(self, module: Module) -> int:
         return self.settings.rank
 
@@ -287,13 +274,7 @@ class _Miss:
         return a, block.repeat(1, outputs // mini).t()
 
 
-@dataclass(frozen=True, slots=True)
-class _DeLora:
-    raw: Mapping[str, Any]
-    settings: LoraConfig
-    modules: Sequence[Module]
-    shared: Mapping[str, Tensor]
-
+class _DeLora(_Adapter):
     def rank(self, module: Module) -> int:
         return self.settings.rank_of(module.path)
 

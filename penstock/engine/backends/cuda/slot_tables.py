@@ -31,6 +31,15 @@ class SlotTables:
         """int32 [T] on the device; -1: none."""
         self._filled = np.zeros(slots, bool)
 
+    def _fill(self, slot: int, held: Tensor, marks: Tensor | None) -> None:
+        """Note what a slot holds, `marks`, in its row of `held`; None: nothing. Most adapters have nothing for a table,
+        and they come and go: the host waits for no copy, and there is none where nothing changes."""
+        if marks is not None or self._filled[slot]:
+            held[slot].copy_(
+                torch.zeros(held.shape[1], dtype=held.dtype) if marks is None else marks, non_blocking=True
+            )
+        self._filled[slot] = marks is not None
+
     def begin(self, slots: np.ndarray) -> None:
         self.active = bool(self._filled[slots[slots >= 0]].any())
 
@@ -51,13 +60,13 @@ class VectorTable(SlotTables):
         self._held = torch.zeros(slots, layout.layers * self._sites, dtype=torch.int32, device=device)
 
     def put(self, slot: int, vectors: SiteVectors | None) -> None:
-        self._filled[slot] = vectors is not None
-        held = torch.zeros(self._held.shape[1], dtype=torch.int32)
+        marks = None
         if vectors is not None:
+            marks = torch.zeros(self._held.shape[1], dtype=torch.int32)
             self._bank[slot].copy_(vectors.data, non_blocking=True)
             for layer, site in vectors.touched:
-                held[layer * self._sites + site] = 1
-        self._held[slot].copy_(held)
+                marks[layer * self._sites + site] = 1
+        self._fill(slot, self._held, marks)
 
     def alter(self, y: Tensor, placed: PlacedSite) -> None:
         if self.active:
@@ -81,15 +90,14 @@ class NormTable(SlotTables):
         self._held = torch.zeros(slots, len(norms), dtype=torch.int32, device=device)
 
     def put(self, slot: int, norms: Mapping[Norm, Tensor] | None) -> None:
-        self._filled[slot] = bool(norms)
-        held = torch.zeros(len(self._norms), dtype=torch.int32)
+        marks = torch.zeros(len(self._norms), dtype=torch.int32) if norms else None
         for index, (at, gains) in enumerate(self._norms):
             own = None if norms is None else norms.get(at)
-            if own is not None:
-                held[index] = 1
+            if own is not None and marks is not None:
+                marks[index] = 1
                 start = self._places[id(gains)][1]
                 self._bank[slot, start : start + len(own)].copy_(own.to(gains.dtype).float(), non_blocking=True)
-        self._held[slot].copy_(held)
+        self._fill(slot, self._held, marks)
 
     def on(self, ops: Any) -> Any:
         return NormTableOps(ops, self)
@@ -123,10 +131,20 @@ class NormTableOps:
     __hash__ = object.__hash__
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Any:
-        return norm.rms_norm(x, weight, eps, dtype=dtype, pdl=self._base.pdl, own=self._table.lookup(weight))
+        own = self._table.lookup(weight)
+        if own is None:
+            return self._base.rms_norm(x, weight, eps, dtype)
+        return norm.rms_norm(x, weight, eps, dtype=dtype, pdl=self._pdl, own=own)
 
     def add_rms_norm(
         self, x: Any, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Any:
         own = self._table.lookup(weight, x_weight)
-        return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self._base.pdl, own=own)
+        if own is None:
+            return self._base.add_rms_norm(x, residual, weight, eps, x_weight)
+        return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self._pdl, own=own)
+
+    @property
+    def _pdl(self) -> bool:
+        """Operations that round activations to FP8 have no such setting; linears take what is not rounded, too."""
+        return bool(getattr(self._base, "pdl", False))

@@ -35,6 +35,8 @@ class HostBatch:
 
 def attended(query_starts: Ints, context_lens: Ints, decodes: int) -> int:
     """Keys that the new tokens of a step's prompts see, summed over tokens; see `AttentionBatch`."""
+    if decodes >= len(context_lens):  # most steps
+        return 0
     new, seen = np.diff(query_starts)[decodes:], context_lens[decodes:]
     return int((new * (seen - new) + new * (new + 1) // 2).sum())
 

@@ -64,6 +64,7 @@ class ProductChain:
         if plan is None:
             raise ValueError("there is no kernel for a chain of these products")
         self.plan = plan
+        self._fits = False
         _counter(device)  # while a CUDA graph is captured it would be too late
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
@@ -73,6 +74,8 @@ class ProductChain:
         kernel = nvrtc.kernel(device, SOURCE, ENTRY, defines=plan.defines, options=plan.options)
         outs = [None if link.residual else x.new_empty((1, link.outputs)) for link in plan.links]
         if not common.is_building():
+            if not self._fits:
+                self._check_room(kernel)
             kernel.launch(
                 plan.shape.blocks,
                 plan.shape.warps * 32,
@@ -81,3 +84,16 @@ class ProductChain:
                 overlap=common.overlaps(),
             )
         return outs[-1]
+
+    def _check_room(self, kernel: nvrtc.Kernel) -> None:
+        """Blocks that are not there would be waited for without end."""
+        wanted, room = (
+            self.plan.shape.blocks,
+            kernel.resident_blocks(self.plan.shape.warps * 32, self.plan.shared_bytes),
+        )
+        if room < wanted:
+            raise nvrtc.CudaDriverError(
+                f"{ONE_TOKEN}=chain: the device has room for {room} of the {wanted} blocks that wait for each other; "
+                f"start without {ONE_TOKEN}"
+            )
+        self._fits = True

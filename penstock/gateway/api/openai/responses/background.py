@@ -164,11 +164,15 @@ class BackgroundResponses:
         await self.send_events(exchange, run.id, -1)
 
     def _begin(self, run: BackgroundRun) -> asyncio.Task[None]:
+        run.owned = self._owns
         task = asyncio.create_task(self._drive(run), name="background response")
         self._tasks[run] = task
         task.add_done_callback(lambda _: self._over(run))
         self.wake()  # leases are renewed more often than lost responses are looked for
         return task
+
+    async def _owns(self, id: str) -> bool:
+        return await self._store.owner(id) == self._name
 
     def _over(self, run: BackgroundRun) -> None:
         self._tasks.pop(run, None)

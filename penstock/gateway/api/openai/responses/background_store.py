@@ -145,6 +145,11 @@ class BackgroundStore:
         rows = await self._database.fetch(f"SELECT id, owner FROM responses WHERE id IN ({marks})", *ids)
         return {str(id): str(whose) for id, whose in rows}
 
+    async def owner(self, id: str) -> str:
+        """Who generates it; empty where nobody does."""
+        rows = await self._database.fetch("SELECT owner FROM responses WHERE id = ?", id)
+        return str(rows[0][0]) if rows else ""
+
     async def release(self, id: str, owner: str) -> None:
         """Give up the lease: another gateway may take over at once, and this run does not count as one that died."""
         await self._database.execute(
