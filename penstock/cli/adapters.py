@@ -35,7 +35,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> 
         Column("state", _state, rank=0, fold=True),
         Column("owner", lambda entry: entry["owner"], rank=4),
         Column("where", _where, rank=3),
-        Column("kind", lambda entry: entry["kind"], rank=5),
+        Column("kind", lambda entry: entry.get("kind", ""), rank=5),  # older servers do not say
         Column("rank", lambda entry: entry["rank"], rank=5),
         Column("pinned", lambda entry: entry["pinned"], rank=4),
         Column("in use", lambda entry: entry["users"]),

@@ -127,7 +127,9 @@ def test_states_leave_for_host_memory_with_their_blocks(folder: Path, expected: 
         assert run(ranks, "-again") == expected
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(2, 1), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_ranks_share_heads_and_layers(folder: Path, expected: dict[str, list[int]], tensor: int, pipeline: int) -> None:
     with threaded_engine(folder, tensor, pipeline, state_interval=32, token_budget=64) as engine:
         assert run(engine) == expected == run(engine, "-again")

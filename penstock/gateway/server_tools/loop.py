@@ -347,7 +347,7 @@ class ToolLoop(ABC):
             at, began = time.time(), time.monotonic()
             try:
                 arguments = _decoder.decode(call.arguments or "{}")
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 outcome = Outcome(f"Error: the arguments are not a JSON object: {error}.", ok=False)
             else:
                 if index >= MAX_CALLS:

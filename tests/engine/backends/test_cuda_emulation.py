@@ -42,6 +42,7 @@ def test_rings_of_bulk_copies_and_a_grid_barrier_in_any_order(seed: int) -> None
     torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_conversions_are_those_of_torch_for_every_code() -> None:
     codes = torch.arange(CODES, dtype=torch.int32).to(torch.int16)
     values = torch.randn(CODES) * torch.exp2(torch.randint(-30, 18, (CODES,)).float())

@@ -22,7 +22,7 @@ from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.shards import shard
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.test_gguf_families import convert
-from tests.engine.tiny import FAMILIES as TINY
+from tests.engine.test_greedy_equals_reference import CASES
 from tests.engine.tiny import write_checkpoint
 
 PROMPT = [17 * i % 199 for i in range(50)]
@@ -33,7 +33,7 @@ DENSE = ROUTERS + DELTA_NETS
 """Ends of the names of matrices that are never quantized."""
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module", params=CASES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

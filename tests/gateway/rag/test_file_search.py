@@ -238,6 +238,7 @@ async def test_in_the_background(serving: Serving, encoder_endpoint: str, tmp_pa
         assert "response.file_search_call.completed" in [event.type for event in events]
 
 
+@pytest.mark.slow
 async def test_in_the_background_every_step_is_billed_once_also_after_a_takeover(
     serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel
 ) -> None:

@@ -150,12 +150,14 @@ async def test_a_loop_ends_in_words(serving: Serving, text: TextModel, api: Weat
 async def test_what_tools_do_wrong_is_told_to_the_model(serving: Serving, text: TextModel, api: WeatherServer) -> None:
     wrong = calls(("misbehave", {"how": "fail"}), ("misbehave", {"how": "late"}), ("get_weather", {"city": ".."}))
     half = '<tool_call>[{"name": "get_weather", "arguments": "no json"}]</tool_call>'
+    nested = "[" * 1100 + "]" * 1100
+    deep = f'<tool_call>[{{"name": "get_weather", "arguments": {{"city": {nested}}}}}]</tool_call>'
     server = api.config(timeout_s=0.2)
-    async with serving(script(text, wrong, half, "Sorry."), tools=TOOLS, tool_servers=(server,)) as running:
+    async with serving(script(text, wrong, half, deep, "Sorry."), tools=TOOLS, tool_servers=(server,)) as running:
         reply = (await running.chat(messages=ASK, server_tools=["weather"])).json()
         assert reply["choices"][0]["message"]["content"].endswith("Sorry.")
         told = [event["content"] for event in reply["tool_events"] if event["type"] == "tool_result"]
-        assert len(told) == 4 and all(words.startswith("Error: ") for words in told)
+        assert len(told) == 5 and all(words.startswith("Error: ") for words in told)
         assert await running.metric('penstock_tool_calls_total{tool="weather.misbehave",outcome="failed"}') == 2
 
 

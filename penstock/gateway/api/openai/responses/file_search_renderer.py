@@ -94,5 +94,5 @@ class FileSearchRenderer(ResponseRenderer):
 def _queries(arguments: str) -> list[str]:
     try:
         return queries_of(_arguments.decode(arguments or "{}"))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return []
