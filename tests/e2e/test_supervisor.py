@@ -123,7 +123,7 @@ def test_the_command_line_client_talks_to_it(server: Server) -> None:
     result = subprocess.run([*command, "What is the capital of France?"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == server.ask().json()["choices"][0]["message"]["content"].strip()
-    assert "tokens/s" in result.stderr and "first token" in result.stderr
+    assert "first token" in result.stderr and " out" in result.stderr  # a rate only if it came in several pieces
 
 
 def test_a_killed_engine_comes_back_by_itself_and_the_gateway_stays(server: Server) -> None:

@@ -5,7 +5,7 @@ error, a wrong answer, a process that died). The harness adds two promises of it
 `limit_s`, and a run is repeatable from its seed. A failing input is written to `found/<target>/`; once it
 is mended, it moves to `corpus/<target>/`, which every later run replays first.
 
-The quick suite always takes the same seed and the same `quick` inputs (a slow machine fewer, within 3 seconds), so that
+The quick suite always takes the same seed and the same `quick` inputs (a slow machine fewer, within 2 seconds), so that
 it finds the same on every machine. The slow one takes a new seed each time, and `PENSTOCK_FUZZ_SECONDS` per target: 600
 (six targets: an hour).
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-QUICK_S = 3.0
+QUICK_S = 2.0
 SLOW_S = 600.0
 # A target's test takes its time from here: once in the quick suite, once, for longer, in the slow one.
 DURATIONS = [
