@@ -119,13 +119,13 @@ class CompactionRenderer(Renderer):
         return output_id(kind, self._generation.id, index)
 
     def opening(self) -> bytes:
-        raise NotImplementedError
+        raise NotImplementedError("a compaction is never streamed")
 
     def event(self, piece: Piece) -> bytes:
-        raise NotImplementedError
+        raise NotImplementedError("a compaction is never streamed")
 
     def closing(self) -> bytes:
-        raise NotImplementedError
+        raise NotImplementedError("a compaction is never streamed")
 
 
 def _user_item(message: ChatMessage, id: str) -> dict[str, Any]:
