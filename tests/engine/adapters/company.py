@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
-from penstock.engine.request import Request
+from penstock.engine.request import Request, SamplingParams
 from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 
@@ -44,8 +44,19 @@ def assert_same_in_company(
     alone: dict[str, list[int]],
     settings: dict[str, Any] = TIGHT,
 ) -> None:
+    """Two long requests without an adapter run first and do not fit together, so that something is preempted however
+    long the adapters take to load."""
+    long = [
+        Request(
+            f"long {number}",
+            [(7 * number + i) % 199 for i in range(30)],
+            SamplingParams(max_tokens=40, temperature=0.0),
+        )
+        for number in range(2)
+    ]
     engine = make_engine(base, adapters=specs, **settings)
-    assert generate(engine, *requests) == alone
+    found = generate(engine, *long, *requests)
+    assert {request.request_id: found[request.request_id] for request in requests} == alone
     assert engine.load_snapshot().preemptions > 0
     assert_idle(engine)
 

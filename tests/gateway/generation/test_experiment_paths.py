@@ -159,7 +159,7 @@ async def test_lines_of_a_batch_are_in_the_experiment_and_the_name_works_elsewhe
     ) as gateway:
         body = {"model": "assistant", "messages": [{"role": "user", "content": "hi"}]}
         line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-        lines = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(12))
+        lines = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(48))
         form = {"purpose": (None, "batch"), "file": ("b.jsonl", lines.encode())}
         file = (await gateway.client.post("/v1/files", files=form)).json()["id"]
         asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
@@ -170,9 +170,9 @@ async def test_lines_of_a_batch_are_in_the_experiment_and_the_name_works_elsewhe
             return found
 
         done = await until(state, lambda found: found["status"] == "completed", within=20)
-        assert done["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+        assert done["request_counts"] == {"total": 48, "completed": 48, "failed": 0}
         shown = await arms(gateway)
-        assert shown["v2"]["requests"] + shown["control"]["requests"] == 12 and shown["v2"]["requests"] > 0
+        assert shown["v2"]["requests"] + shown["control"]["requests"] == 48 and shown["v2"]["requests"] > 0
         # Where no arm is chosen, the name means the control.
         listed = {model["id"] for model in (await gateway.client.get("/v1/models")).json()["data"]}
         assert "assistant" in listed
