@@ -24,17 +24,13 @@ from penstock.supervisor.status import EncoderNeeded
 from penstock.supervisor.supervisor import StartFailed, Supervisor
 from penstock.supervisor.unit import Unit
 from tests.engine_host.client import connected, eventually
+from tests.ports import free_port
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
         yield Path(name)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Recorder(Reporter):

@@ -16,8 +16,9 @@ import uvloop
 from penstock.gateway.http.head import MOST_HEADERS
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
-from tests.gateway.conftest import eventually, free_port
+from tests.gateway.conftest import eventually
 from tests.gateway.http.test_listener import POST, Receive, Send, reply, say
+from tests.ports import free_port
 
 on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 Run = Callable[[Coroutine[Any, Any, None]], None]

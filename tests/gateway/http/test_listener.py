@@ -17,7 +17,8 @@ import uvloop
 from penstock.gateway.http.connection import BODY_AHEAD, MOST_WAITING
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
-from tests.gateway.conftest import free_port, garbage, until
+from tests.gateway.conftest import garbage, until
+from tests.ports import free_port
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
