@@ -159,7 +159,9 @@ async def test_concurrency_comes_back_with_the_end_of_a_request(store: LimitStor
     assert (await store.reserve("r4", [RUNNING], Amounts())).refusal is None
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(seed=st.integers(0, 2**32))
 async def test_no_window_ever_holds_more_than_the_limit(store: LimitStore, clock: Clock, seed: int) -> None:
     """Random arrivals and settlements; the sum over every sliding minute is counted independently."""
