@@ -100,7 +100,7 @@ def serving(text: TextModel) -> Serving:
         if task.done():
             task.result()
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 yield Running(client, engine, listening.result(), stop, port)
         finally:
             stop.set()
