@@ -83,7 +83,7 @@ async def endpoint() -> AsyncIterator[Endpoint]:
 
 
 def rule(**more: Any) -> GuardrailConfig:
-    return GuardrailConfig(**{"name": RULE, "kind": "model", "stage": "input", **more})
+    return GuardrailConfig(**{"name": RULE, "kind": "model", "stage": "input", "timeout_s": 60.0, **more})
 
 
 def user(text: str) -> list[dict[str, str]]:
