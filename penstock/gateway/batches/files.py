@@ -239,6 +239,13 @@ class FileStore:
             async for part in self.content(file.id):
                 yield part.encode()
 
+    async def pieces_of_any(self, id: str) -> AsyncIterator[bytes]:
+        """The same, by its id: a file has its content in one of two tables."""
+        async for part in self.content(id):
+            yield part.encode()
+        async for piece in self.pieces_of(id):
+            yield piece
+
     async def pieces_of(self, id: str) -> AsyncIterator[bytes]:
         """The content of a document."""
         number = 0
