@@ -22,8 +22,8 @@ import pytest
 
 from tests import parts
 from tests.deploy.conftest import ROOT, bare
-from tests.e2e.conftest import free_port
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 TOOLS = ("buildah", "podman", "mmdebstrap")

@@ -17,11 +17,12 @@ import httpx
 import pytest
 
 from penstock.text.byte_tokenizer import write_tokenizer
-from tests.e2e.conftest import Server, free_port
+from tests.e2e.conftest import Server
 from tests.e2e.test_parallel import ranks
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -17,6 +17,8 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, int]] = {}
         self.aborted: list[str] = []
         self.steps = 0
+        self.paused = False
+        """Its steps produce nothing, as long as that is so: what is asked meanwhile comes while it works."""
         self.thread: int | None = None
         self._step_s = step_s
         self._before_step = before_step
@@ -46,7 +48,9 @@ class ScriptedEngine:
     def step(self) -> StepOutput | None:
         if not self.has_work:
             return None
-        time.sleep(self._step_s)
+        time.sleep(max(self._step_s, 0.001 * self.paused))
+        if self.paused:
+            return None
         if self._before_step is not None:
             self._before_step()
         self.steps += 1
