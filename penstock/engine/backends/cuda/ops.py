@@ -46,7 +46,7 @@ from penstock.engine.backends.interface import (
     LatentAdditions,
     LatentLayout,
     LatentWeights,
-    Link,
+    AnyLink,
     LinkedProducts,
     MambaLayout,
     MambaWeights,
@@ -116,7 +116,7 @@ class TritonOps:
     def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
-    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
+    def chain(self, links: Sequence[AnyLink]) -> LinkedProducts | None:
         if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
             return None
         return product_chain.ProductChain(links)

@@ -18,12 +18,12 @@ from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.mxfp4_one import shares_processors
 from penstock.engine.backends.cuda.trials import ONE_TOKEN
-from penstock.engine.backends.interface import Link
+from penstock.engine.backends.interface import AnyLink
 
 log = logging.getLogger(__name__)
 
 
-def applies(links: Sequence[Link], device: torch.device) -> bool:
+def applies(links: Sequence[AnyLink], device: torch.device) -> bool:
     """Whether `ProductChain` computes these links on `device`."""
     return _available(device) and plan_chain(links, shape_on(device)) is not None
 
@@ -57,7 +57,7 @@ def _counter(device: torch.device) -> Tensor:
 class ProductChain:
     """See `LinkedProducts`. Addresses of tensors are looked up at every call: an engine that sleeps moves them."""
 
-    def __init__(self, links: Sequence[Link], shape: ChainShape | None = None) -> None:
+    def __init__(self, links: Sequence[AnyLink], shape: ChainShape | None = None) -> None:
         self.links = tuple(links)
         device = links[0].weight.device
         plan = plan_chain(links, shape or shape_on(device))
