@@ -108,8 +108,8 @@ def scores64(link: ExpertLinks, stream: Tensor) -> Tensor:
 def expert_chain64(
     links: Sequence[AnyLink], x: Tensor, residual: Tensor, scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The residual stream, the last output, and the scores, without any rounding. Experts are chosen by `scores` all the
-    same, float32 [experts]: those of the kernel, which are rounded."""
+    """The residual stream, the last output, and the scores, without any rounding. Experts are chosen by `scores` all
+    the same, float32 [experts]: those of the kernel, which are rounded."""
     out, stream, exact = x.double(), residual.double(), scores.double()
     for link in links:
         if isinstance(link, ExpertLinks):

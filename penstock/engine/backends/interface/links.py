@@ -1,7 +1,8 @@
 """A chain of products of one token, each of which reads what the one before it wrote, and what it computes.
 
 This is the part of a decoder between two attentions: the attention's output projection, the MLP or a layer of experts
-(`expert_links`), and the projection of the next layer. A backend may compute a chain in one launch; `apply_links` says what the result is.
+(`expert_links`), and the projection of the next layer. A backend may compute a chain in one launch; `apply_links` says
+what the result is.
 """
 
 from __future__ import annotations

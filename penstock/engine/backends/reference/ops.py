@@ -18,11 +18,11 @@ from penstock.engine.backends.interface import (
     FP8_MAX,
     INT8,
     INT8_MAX,
+    AnyLink,
     AttentionBatch,
     HeadLayout,
     KeySmoothing,
     KVScales,
-    AnyLink,
     OverRanks,
 )
 from penstock.engine.backends.reference import filters, masks

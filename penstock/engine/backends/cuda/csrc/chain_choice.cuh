@@ -46,14 +46,20 @@ __device__ __forceinline__ float max_of_lanes(float value) {
 struct Scored {
     static constexpr int each = ceil_div(EXPERTS, 32);
     static constexpr bool corrected = CORRECTED || GROUPS > 1;
-    float share[each];  // what weights are in proportion to
+    float share[corrected ? each : 1];  // what weights are in proportion to, where ranks do not say it
     uint32_t rank[each];
+    float top;  // of all scores
 
     __device__ __forceinline__ int expert(int i) const { return int(threadIdx.x) % 32 + 32 * i; }
 
+    __device__ __forceinline__ float share_of(float score) const {
+        return SIGMOID ? 1.0f / (1.0f + expf(-score)) : expf(score - top);
+    }
+
     // Returns the sum that weights are divided by, unless they are normalized.
     __device__ __forceinline__ float load(const float* scores, const float* correction) {
-        float x[each], top = -INFINITY, whole = 0.0f;
+        float x[each], whole = 0.0f;
+        top = -INFINITY;
 #pragma unroll
         for (int i = 0; i < each; ++i) {
             x[i] = expert(i) < EXPERTS
@@ -64,14 +70,16 @@ struct Scored {
         if (!SIGMOID) top = max_of_lanes(top);
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            share[i] = expert(i) < EXPERTS ? (SIGMOID ? 1.0f / (1.0f + expf(-x[i])) : expf(x[i] - top)) : 0.0f;
-            whole += share[i];
+            const float found = expert(i) < EXPERTS ? share_of(x[i]) : 0.0f;
+            if constexpr (corrected) share[i] = found;
+            whole += found;
         }
         whole = SIGMOID ? 1.0f : sum_of_lanes(whole);
 #pragma unroll
         for (int i = 0; i < each; ++i) {
             // Scores themselves where they decide: shares of very small ones are all zero, sigmoids of large ones one.
-            float by = corrected ? share[i] / whole : x[i];
+            float by = x[i];
+            if constexpr (corrected) by = share[i] / whole;
             if (CORRECTED) by += expert(i) < EXPERTS ? __ldg(correction + expert(i)) : 0.0f;
             rank[i] = expert(i) < EXPERTS ? rank_of(by) : TAKEN;
         }
@@ -123,7 +131,7 @@ struct Scored {
         for (int i = 0; i < each; ++i) {
             if (rank[i] == TAKEN || (chosen >> (expert(i) / size) & 1)) continue;
             rank[i] = LEFT_OUT;
-            share[i] = 0.0f;
+            if constexpr (corrected) share[i] = 0.0f;
         }
     }
 
@@ -137,10 +145,11 @@ struct Scored {
 #pragma unroll
         for (int i = 0; i < each; ++i)
             if (expert(i) == taken) {
-                found = share[i];
+                found = corrected ? share[corrected ? i : 0] : number(rank[i]);
                 rank[i] = TAKEN;
             }
-        return __shfl_sync(ALL, found, taken % 32);
+        found = __shfl_sync(ALL, found, taken % 32);
+        return corrected ? found : share_of(found);
     }
 };
 

@@ -75,10 +75,10 @@ struct List {
         if constexpr (I > 0) return arrivals<I - 1>() + arrives<I - 1>();
         return 0;
     }
-    // The link that makes the scores.
+    // The link that makes the scores, if there is one.
     template <int I = 0>
     static __device__ constexpr int scoring() {
-        if constexpr (At<I>::scores) return I;
+        if constexpr (At<I>::scores || I + 1 == count) return I;
         else return scoring<I + 1>();
     }
 };

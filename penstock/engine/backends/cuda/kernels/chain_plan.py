@@ -33,7 +33,7 @@ _ROWS = 4
 _FEW_WORDS, _MOST_WORDS = 16, 64
 """Registers of a lane for its inputs: what is good, and the limit."""
 _FEW, _MORE, _ORDINARY = 80, 96, 128
-"""Registers of a lane that are enough: with few inputs, with more, and for ordinary arithmetic."""
+"""Registers of a lane that are enough: with few inputs, with more or experts, and for ordinary arithmetic."""
 _SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
 _FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS", "GATES")
@@ -120,7 +120,8 @@ class ChainPlan:
     def shared_bytes(self) -> int:
         shape = self.shape
         sums = max(link.slices * link.parts * -(-link.rows // shape.blocks) for link in self.links)
-        return shape.warps * shape.stages * _ROWS * _UNIT + 4 * (shape.warps + 2 * self._top_k + 1 + self._scales + sums)
+        floats = shape.warps + 2 * self._top_k + 1 + self._scales + sums
+        return shape.warps * shape.stages * _ROWS * _UNIT + 4 * floats
 
     @property
     def _top_k(self) -> int:
@@ -163,7 +164,7 @@ class ChainPlan:
     @property
     def options(self) -> tuple[str, ...]:
         """Of the compiler."""
-        few = max(link.words for link in self.links) <= _FEW_WORDS
+        few = self.choice is None and max(link.words for link in self.links) <= _FEW_WORDS
         enough = _ORDINARY if not self.shape.tensor else _FEW if few else _MORE
         return (f"--maxrregcount={self.shape.registers or enough}",)
 
