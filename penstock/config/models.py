@@ -235,8 +235,8 @@ class ModelConfig:
         "folders, and at least 64; on CPU any number.", least=0, example="128256",
     )  # fmt: skip
     adapter_tokens: int | None = setting(
-        None, doc="Tokens that an adapter may add to the model's vocabulary. When not set, those of the listed "
-        "adapters in local folders.", least=0, most=65536, example="16",
+        None, doc="Tokens that an adapter may add to the model's vocabulary, or put before prompts (prompt tuning). "
+        "When not set, those of the listed adapters in local folders.", least=0, most=65536, example="16",
     )  # fmt: skip
 
     trust_remote_code: tuple[str, ...] = setting(

@@ -77,7 +77,7 @@ class Emission:
     def _introduce(self, seq: Sequence, delta: Delta) -> None:
         """Fill in what only a request's first delta carries."""
         seq.started = True
-        delta.cached_tokens = seq.cached_tokens or 0
+        delta.cached_tokens = max(0, (seq.cached_tokens or 0) - seq.virtual)
         delta.prompt_logprobs = seq.prompt_logprobs
         seq.first_token = now = self._clock()
         if seq.first_scheduled is not None:

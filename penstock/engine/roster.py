@@ -106,8 +106,7 @@ class Roster:
         """Queue a request. Its id must not be live."""
         self._arrivals += 1
         key = (now + request.priority * self.ageing_s, self._arrivals)
-        seq = Sequence(request, now, key)
-        seq.limit = min(seq.limit, self.max_model_len)
+        seq = Sequence(request, now, key, self.max_model_len)
         self._live[seq.id] = seq
         self._waiting.enter(seq)
         self._deadlines.add(seq)

@@ -139,17 +139,18 @@ class AdapterRuntime:
 
     def touches_further(self, batch: Batch) -> bool:
         """Whether a batch needs the decoder of that name."""
-        adapters = (chunk.seq.adapter for chunk in batch.chunks)
+        adapters = (chunk.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
     def by_host(self, batch: Batch) -> bool:
         """Whether some adapter of a batch does what only the host can (`LoadedAdapter.by_host`): it is neither recorded
         nor captured."""
-        return any(chunk.seq.adapter is not None and chunk.seq.adapter.by_host for chunk in batch.chunks)
+        adapters = (chunk.adapter for chunk in batch.chunks)
+        return any(adapter is not None and adapter.by_host for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
         """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""
-        adapters = {chunk.seq.adapter for chunk in batch.chunks} - {None}
+        adapters = {chunk.adapter for chunk in batch.chunks} - {None}
         return any(
             each is not None
             for one in adapters
@@ -189,11 +190,11 @@ class AdapterRuntime:
 
 def is_narrow(batch: Batch) -> bool:
     """Whether all adapters of a batch are; see `LoadedAdapter`."""
-    adapters = (chunk.seq.adapter for chunk in batch.chunks)
+    adapters = (chunk.adapter for chunk in batch.chunks)
     return all(adapter is None or adapter.narrow for adapter in adapters)
 
 
 def slots_of(batch: Batch) -> np.ndarray:
     """The adapter slot of each packed token; -1 where there is none."""
-    slots = np.array([chunk.seq.slot for chunk in batch.chunks], np.int32)
+    slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
     return np.repeat(slots, [chunk.length for chunk in batch.chunks])

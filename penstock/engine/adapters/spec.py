@@ -21,6 +21,9 @@ LEAST_RANK, MOST_RANK = 16, 512
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""
 
+VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT")
+"""Kinds that are rows of the embedding for tokens before every prompt."""
+
 AdapterState = Literal["known", "loading", "ready", "failed"]
 """`known`: it will be read when it is first asked for. `ready`: in host memory, perhaps in a slot too."""
 
@@ -120,6 +123,15 @@ def changes_experts(folder: Path) -> bool:
         return False
 
 
+def virtual_tokens(folder: Path) -> int:
+    """How many tokens the adapter in a folder puts before every prompt; 0 where it puts none, or cannot be read."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        return int(config["num_virtual_tokens"]) if config.get("peft_type") in VIRTUAL_KINDS else 0
+    except _UNREADABLE:
+        return 0
+
+
 def stored_tokens(folder: Path) -> int:
     """How many tokens embedding or head have with the adapter in a folder, where it says so; else 0."""
     try:
@@ -158,7 +170,7 @@ def replaced_rows(folder: Path) -> int:
         counts = [len(each) for each in (named.values() if isinstance(named, dict) else [named])]
         if config.get("modules_to_save"):
             counts += _lengths(folder)
-        return max(counts, default=0)
+        return max(*counts, virtual_tokens(folder), 0)
     except _UNREADABLE:
         return 0
 

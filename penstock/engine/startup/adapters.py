@@ -28,6 +28,7 @@ from penstock.engine.adapters.spec import (
     name_problem,
     replaced_rows,
     stored_tokens,
+    virtual_tokens,
 )
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
@@ -80,8 +81,9 @@ def token_count(config: EngineConfig, vocabulary: int) -> int:
     """Tokens that adapters may have behind the model's vocabulary."""
     if config.adapter_tokens is not None:
         return config.adapter_tokens
-    counts = (stored_tokens(Path(spec.source).expanduser()) for spec in config.adapters)
-    return min(_MOST_TOKENS, max((0, *(count - vocabulary for count in counts))))
+    folders = [Path(spec.source).expanduser() for spec in config.adapters]
+    counts = [stored_tokens(folder) - vocabulary for folder in folders] + [virtual_tokens(one) for one in folders]
+    return min(_MOST_TOKENS, max((0, *counts)))
 
 
 def adapt_model(

@@ -178,6 +178,7 @@ def _assemble(
             spread=None if ranks is None else _spread(part, ranks),
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
+            virtual=lambda name: [] if scheduler.adapters is None else scheduler.adapters.virtual_tokens(name),
             flush=[mover.run for mover in behind.movers(part)],
             flush_states=[mover.run for mover in behind.state_movers(part)],
         )

@@ -200,7 +200,7 @@ class GraphExecutor(EagerExecutor):
         if not self.graphs.fits(batch):
             return None
         adapters = self._adapters
-        if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
+        if adapters is None or (not adapters.model.always and all(chunk.slot < 0 for chunk in batch.chunks)):
             return self.graphs
         if adapters.by_host(batch):
             return None
