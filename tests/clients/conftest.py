@@ -20,7 +20,8 @@ import pytest
 from tests.clients.environment import Environment, ready
 from tests.clients.report import Report, Row
 from tests.clients.scripted_server import ScriptedServer, scripted_server
-from tests.e2e.conftest import MODEL, Server, free_port
+from tests.e2e.conftest import MODEL, Server
+from tests.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 REPORT = pytest.StashKey[Report]()

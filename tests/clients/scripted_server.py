@@ -29,7 +29,7 @@ from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine, make_text
 
 MODEL = "scripted"

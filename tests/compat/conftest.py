@@ -23,7 +23,7 @@ from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import load_text
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 MODEL, ENCODER = "smollm2-135m", "minilm"
 WINDOW = 1024

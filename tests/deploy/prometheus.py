@@ -19,7 +19,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.gateway.conftest import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/rules.yml"

@@ -21,7 +21,8 @@ from penstock.fleet.balancers.nginx import nginx
 from penstock.text import TextModel
 from tests import parts
 from tests.deploy.test_proxies import NAME, certificate
-from tests.gateway.conftest import Running, Serving, eventually, free_port
+from tests.gateway.conftest import Running, Serving, eventually
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -22,8 +22,8 @@ from penstock.config import load
 from penstock.errors import ConfigError
 from penstock.fleet.compose import ComposeOptions, project
 from tests import parts
-from tests.e2e.conftest import free_port
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,8 @@ import pytest
 
 from penstock.text import TextModel
 from tests.deploy.prometheus import ROOT
-from tests.gateway.conftest import Serving, free_port
+from tests.gateway.conftest import Serving
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 
 from penstock.engine.backends.cpu import build
 from tests.deploy.conftest import bare
-from tests.e2e.conftest import free_port
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]

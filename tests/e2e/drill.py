@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 from tests.scripted import make_text
 
 

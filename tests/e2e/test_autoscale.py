@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, free_port
+from tests.e2e.conftest import MODEL, Server
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 EXAMPLES = Path(__file__).parents[2] / "examples"

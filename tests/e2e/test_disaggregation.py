@@ -17,11 +17,12 @@ import httpx
 import pytest
 
 from penstock.text.byte_tokenizer import write_tokenizer
-from tests.e2e.conftest import Server, free_port
+from tests.e2e.conftest import Server
 from tests.e2e.test_parallel import ranks
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ def serving(model: Path, folder: Path, more: str = "") -> Iterator[Server]:
     (folder / "penstock.yaml").write_text(
         f"models: [{{name: small, source: {model}, replicas: 2, replica_roles: [prefill, decode], "
         f"handover_tokens: 128, max_model_len: 2048, threads: 1, token_budget: 64{more}}}]\n"
-        f"server: {{port: {port}, drain_s: 5}}\ngeneration: {{time_limit_s: null}}\nencoders: []\n"
+        f"server: {{port: {port}, drain_s: 5, engine_wait_s: 180}}\ngeneration: {{time_limit_s: null}}\nencoders: []\n"
         "resilience: {resume_s: 180}\n"
     )
     command = [sys.executable, "-m", "penstock", "serve", "-c", str(folder / "penstock.yaml")]

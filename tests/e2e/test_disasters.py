@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.test_failover import Traffic, counter, replicas, replicated, same_after, tiny_model
 from tests.e2e.test_supervisor import Server
 from tests.engine_host.client import eventually
-from tests.services import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

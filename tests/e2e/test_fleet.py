@@ -21,10 +21,10 @@ import httpx
 import pytest
 
 from penstock.protocol import fleet_secret
-from tests.e2e.conftest import free_port
 from tests.e2e.test_failover import tiny_model
 from tests.e2e.test_upgrade import TOKENS, stream, up
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 NETWORK = "10.213.78"
 HERE = f"{NETWORK}.1"

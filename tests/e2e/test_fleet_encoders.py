@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from penstock.protocol import fleet_secret
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 from tests.services import valkey
 
 __all__ = ["valkey"]
@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], bool], within: float = 120.0) -> None:
 
 def test_encoders_of_a_fleet(tmp_path: Path, valkey: Any) -> None:
     fleet_secret.write(tmp_path / "fleet.secret")
-    first = free_port() % 20000 + 20000
+    first = free_port() + 10_000
     config = tmp_path / "penstock.yaml"
     config.write_text(
         "encoders: [{source: minilm, aliases: [embed], threads: 1, wait_s: 20}]\n"

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from tests.cli.command import penstock
-from tests.e2e.conftest import free_port
 from tests.e2e.test_failover import Heard, listen, tiny_model
+from tests.ports import free_port
 from tests.services import valkey
 
 __all__ = ["valkey"]
@@ -42,7 +42,7 @@ class FleetOfProcesses:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._ports = free_port() % 20000 + 20000
+        self._ports = free_port() + 10_000
         self.secret = folder / "fleet.secret"
         penstock("fleet", "secret", str(self.secret))
         (folder / "model").mkdir()

@@ -21,7 +21,7 @@ import pytest
 from tests.cli.command import penstock
 from tests.e2e.test_supervisor import Server
 from tests.engine_host.client import eventually
-from tests.supervisor.test_supervisor import free_port
+from tests.ports import free_port
 
 TOKENS = 100
 

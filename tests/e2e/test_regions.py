@@ -20,7 +20,7 @@ import pytest
 
 from penstock.testing.synthetic_engine import text_of
 from tests.engine_host.client import eventually
-from tests.supervisor.test_supervisor import free_port
+from tests.ports import free_port
 
 ROUND_TRIP_MS = {"eu": 2, "us": 80}
 SLOTS = 16

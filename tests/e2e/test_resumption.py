@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import free_port
 from tests.e2e.drill import Drill, drill
 from tests.e2e.test_settlement import settled
 from tests.gateway.conftest import eventually
+from tests.ports import free_port
 
 STREAMS = 3
 

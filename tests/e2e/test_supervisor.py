@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 from tests.supervisor.test_supervisor import alive
 
 START_S = 200.0
@@ -27,8 +27,7 @@ class Server:
     """A `penstock serve` in a process of its own."""
 
     def __init__(self, *settings: str, defaults: bool = True) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         self.process = subprocess.Popen(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.command import penstock
 from tests.engine_host.client import eventually
-from tests.supervisor.test_supervisor import free_port
+from tests.ports import free_port
 
 
 def command(*arguments: str) -> list[str]:

@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import free_port
 from tests.e2e.release import Tree, last_release, this_release
 from tests.e2e.test_failover import tiny_model
 from tests.engine_host.client import eventually
+from tests.ports import free_port
 
 TOKENS = 80
 CLIENTS = 4

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from penstock.fleet.drills.model import write_model
-from tests.e2e.conftest import Server, free_port
+from tests.e2e.conftest import Server
+from tests.ports import free_port
 from tests.test_interpreter import environment, imported, stray_modules
 
 pytestmark = pytest.mark.slow

@@ -32,7 +32,7 @@ from penstock.fleet.ray import cluster as api
 from penstock.fleet.ray.messages import PlacedProcess, ServerState, decode
 from tests.e2e.test_failover import Heard, listen, tiny_model
 from tests.fleet.ray_addresses import ADDRESSES
-from tests.services import free_port
+from tests.ports import free_port
 
 STREAMS, TOKENS = 100, 200
 PATIENCE_S = 300.0

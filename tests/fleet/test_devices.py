@@ -16,7 +16,7 @@ from penstock.fleet.devices import Claim, claim, packed
 from penstock.fleet.machine_site import MachineSite
 from penstock.fleet.records import Device, MachineRecord
 from penstock.supervisor.unit import Unit
-from tests.services import free_port
+from tests.ports import free_port
 
 GPU = ModelConfig(name="m", device="cuda")
 
@@ -41,7 +41,7 @@ def test_what_fits_beside_each_other() -> None:
 
 
 def test_the_engines_of_a_machine_get_devices_of_their_own() -> None:
-    first = free_port() % 20000 + 20000
+    first = free_port() + 10_000
     config = FleetConfig(url="redis://x", ports=f"{first}-{first + 50}")
     site = MachineSite(config, MachineRecord(name="a", address="127.0.0.1", devices=[Device("gpu", 80)] * 4))
     running: list[Unit] = []

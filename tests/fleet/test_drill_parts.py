@@ -18,11 +18,11 @@ from penstock.fleet.drills.probe import Logs
 from penstock.fleet.drills.program import DrillError, Program
 from penstock.fleet.drills.relay import Relay
 from penstock.fleet.drills.resources import Processes
-from penstock.fleet.drills.services import free_port
 from penstock.fleet.drills.shim import Shim
 from penstock.fleet.drills.throwaway import merged
 from penstock.metering.ledger import Ledger
 from penstock.storage import open_database
+from tests.ports import free_port
 
 
 async def test_a_cut_network_says_nothing_and_delivers_when_it_is_mended() -> None:

@@ -23,8 +23,8 @@ from penstock.gateway.http.connections import Connections
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.request import Message, Scope
 from tests.fuzz import harness
-from tests.gateway.conftest import free_port
 from tests.gateway.http.test_hostile_clients import JAVA
+from tests.ports import free_port
 
 HEAD_LIMIT = 4096
 READ = 2**18

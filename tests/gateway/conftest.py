@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -23,6 +22,7 @@ from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine, make_text
 
 T = TypeVar("T")
@@ -55,12 +55,6 @@ class Running:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return make_text(tmp_path_factory.mktemp("tiny"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 Serving = Callable[..., AbstractAsyncContextManager[Running]]

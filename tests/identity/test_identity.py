@@ -142,7 +142,7 @@ async def test_an_answer_from_before_a_change_is_neither_shared_nor_remembered(
     await store.revoke_key(key.id)
     keys.refresh()
     with pytest.raises(AuthenticationError, match="is revoked"):
-        await asyncio.wait_for(keys.caller(f"Bearer {minted.text}"), 5)
+        await asyncio.wait_for(keys.caller(f"Bearer {minted.text}"), 60)
     let_go.set()
     assert (await early).key == key.id, "it was asked before"
     with pytest.raises(AuthenticationError, match="is revoked"):

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from tests import parts
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 NOT_SETTINGS = {
     "query", "database", "session_id", "client_protocol_version", "compress", "decompress", "wait_end_of_query",

@@ -21,9 +21,9 @@ from penstock.metering.log_pipeline.metrics import MetricsServer, PipelineMetric
 from penstock.metering.request_log import LogCounts, RequestLog, Sink
 from penstock.metering.spool import Spool
 from penstock.telemetry.exposition import Value
-from tests.e2e.conftest import free_port
 from tests.log_pipeline.conftest import charge, grade, request, vote
 from tests.parts import ROOT
+from tests.ports import free_port
 
 KAFKA_METADATA = 4096
 """What brokers keep beside an offset by default."""

@@ -68,7 +68,7 @@ async def test_entries_wait_while_the_store_is_away_and_no_request_does(database
     await asyncio.sleep(0.05)
     assert await store.read() == []
     away = False
-    await until(lambda: store.read(limit=1000), lambda found: len(found) == 100, within=5)
+    await until(lambda: store.read(limit=1000), lambda found: len(found) == 100)
     log.put(entry(1000))
     await log.close()
     assert len(await store.read(limit=1000)) == 101, "50 did not fit; what is queued is written at the end"

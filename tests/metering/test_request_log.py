@@ -61,7 +61,7 @@ async def logging_to(
     try:
         yield log, counts
     finally:
-        await log.close(within=1.0)
+        await log.close(within=60.0)
 
 
 def segments(folder: Path) -> list[Path]:

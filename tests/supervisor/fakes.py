@@ -32,8 +32,8 @@ def engine(endpoint: str, status_fd: str, mode: str) -> int:
     except ConfigError as error:
         status.send(Failed(str(error)))
         return 2
-    if mode == "slow":
-        time.sleep(3.0)
+    if mode in ("slow", "endless"):
+        time.sleep(3.0 if mode == "slow" else 3600.0)
     scripted = ScriptedEngine(instance=str(os.getpid()))
     server = EngineServer(scripted, listener, heartbeat_s=0.05)
     signal.signal(signal.SIGTERM, lambda *_: server.drain(1.0))

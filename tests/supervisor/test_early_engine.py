@@ -27,7 +27,7 @@ def test_it_runs_the_command_that_it_is_given(tmp_path: Path) -> None:
     async def run() -> int:
         spawn = spawn_first(early, [unit])
         child = await spawn(unit, on_line=lines.append, on_status=lambda status: None)
-        assert child.alive and isinstance(child, Child)
+        assert isinstance(child, Child)
         code = await child.wait()
         assert not child.alive and child.describe(code) == "exit code 0"
         # The next one is started as always.
@@ -43,7 +43,7 @@ def test_the_system_shows_its_command_line(tmp_path: Path) -> None:
     early = EarlyEngine()
     command = module("penstock", "engine", "a-model", "--resolved", str(tmp_path / "config"), "--supervised", STATUS_FD)
 
-    async def run() -> tuple[list[str], int]:
+    async def run() -> list[str]:
         given = early.give(command, STATUS_FD)
         assert given is not None
         child = await Child.adopt("engine a", *given, on_line=lambda line: None, on_status=lambda status: None)
@@ -51,11 +51,12 @@ def test_the_system_shows_its_command_line(tmp_path: Path) -> None:
         while child.alive and "a-model" not in shown:
             shown = _shown(child.pid)
             await asyncio.sleep(0.001)
-        return shown, await child.wait()
+        child.kill()
+        await child.wait()
+        return shown
 
-    (tmp_path / "config").touch()
-    shown, code = asyncio.run(run())
-    assert [word for word in shown if word][:-1] == command[:-1] and code != 0
+    os.mkfifo(tmp_path / "config")  # nobody writes to it: the engine waits for its configuration
+    assert [word for word in asyncio.run(run()) if word][:-1] == command[:-1]
 
 
 def _shown(pid: int) -> list[str]:
@@ -97,7 +98,7 @@ def test_its_end_is_noticed_where_the_system_does_not_say_when(monkeypatch: pyte
         ended = asyncio.create_task(child.wait())
         await asyncio.sleep(0.01)  # the event loop still runs
         child.kill()
-        return await asyncio.wait_for(ended, 5)
+        return await asyncio.wait_for(ended, 60)
 
     assert asyncio.run(run()) == -9
 
@@ -120,7 +121,7 @@ def test_the_time_it_waited_for_a_download_is_not_counted_as_a_cold_start() -> N
         await spawned.wait()
 
     asyncio.run(run())
-    assert 0 < time.monotonic() - unit.spawned_at < 10
+    assert 0 < time.monotonic() - unit.spawned_at < 300
 
 
 def test_a_server_on_a_cluster_does_not_keep_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -249,9 +249,9 @@ async def test_more_engines_than_the_limit_are_refused_at_once(folder: Path, mon
 
 async def test_stopping_interrupts_an_operation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(folder, monkeypatch) as it:
-        it.kinds[1] = "slow"
+        it.kinds[1] = "endless"
         scaling = asyncio.ensure_future(it.line.ask(lambda n: Scale(n, "m", 2)))
         await until(lambda: bool(it.made) and it.made[-1].child is not None)
         it.supervisor.stop()
         with pytest.raises((InvalidRequest, ServiceUnavailable), match=r"stopping|ended"):
-            await asyncio.wait_for(scaling, 2.5)
+            await asyncio.wait_for(scaling, 60)

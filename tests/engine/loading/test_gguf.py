@@ -107,7 +107,9 @@ def test_a_file_cut_anywhere_is_refused_with_advice(small: Path, tmp_path: Path)
             GGUFFile(cut)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_damaged_bytes_never_crash_the_reader(small: Path, tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(small.read_bytes())

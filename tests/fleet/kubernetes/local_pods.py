@@ -19,7 +19,7 @@ import httpx
 
 from penstock.fleet.kubernetes import Deployment
 from penstock.fleet.kubernetes.manifests import objects
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 
 @dataclass

@@ -19,7 +19,8 @@ from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
-from tests.gateway.conftest import Running, Serving, eventually, free_port
+from tests.gateway.conftest import Running, Serving, eventually
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine
 
 TIERS = (

@@ -26,7 +26,7 @@ from penstock.text.adapter_text import AdapterTexts
 from penstock.text.vocabulary import grammars_of
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
-from tests.gateway.conftest import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module")

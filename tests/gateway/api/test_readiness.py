@@ -21,7 +21,8 @@ from penstock.storage.sqlite_health import DAMAGED, GONE
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
-from tests.gateway.conftest import Running, Serving, free_port, until
+from tests.gateway.conftest import Running, Serving, until
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine
 
 

@@ -20,7 +20,8 @@ from penstock.config.schema import TierConfig
 from penstock.telemetry import logging as telemetry_logging
 from penstock.text import TextModel
 from tests.gateway.api.test_identity import make_key
-from tests.gateway.conftest import Running, Serving, free_port
+from tests.gateway.conftest import Running, Serving
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

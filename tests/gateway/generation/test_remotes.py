@@ -23,7 +23,8 @@ from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
-from tests.gateway.conftest import Running, Serving, events, eventually, free_port
+from tests.gateway.conftest import Running, Serving, events, eventually
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine
 
 HELLO = [{"role": "user", "content": "hi"}]

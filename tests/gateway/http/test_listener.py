@@ -17,7 +17,8 @@ import uvloop
 from penstock.gateway.http.connection import BODY_AHEAD, MOST_WAITING
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
-from tests.gateway.conftest import free_port, garbage, until
+from tests.gateway.conftest import garbage, until
+from tests.ports import free_port
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -91,7 +92,7 @@ async def reply(send: Send, body: bytes, headers: list[tuple[bytes, bytes]] | No
 
 
 @asynccontextmanager
-async def listening(room: int = 100, receive_s: float = 5.0) -> AsyncIterator[tuple[Echo, int]]:
+async def listening(room: int = 100, receive_s: float = 60.0) -> AsyncIterator[tuple[Echo, int]]:
     app, port = Echo(), free_port()
     listener = Listener(
         app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=receive_s, room=room, stalled_reader_s=60.0
@@ -289,17 +290,24 @@ def test_a_crowd_of_new_clients_does_not_queue_behind_turns_of_the_loop(run: Run
     async def scenario() -> None:
         app, port = Echo(), free_port()
         listener = Listener(
-            app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100, stalled_reader_s=60.0
+            app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=60.0, room=100, stalled_reader_s=60.0
         )
         await listener.start()
         crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]  # nobody accepts meanwhile
         for client in crowd:
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        for _ in range(10):
+        turns = before = 0
+        while len(app.seen) < 40:  # the system may be late with some; turns without any of them do not count
             await asyncio.sleep(0)
-        assert len(app.seen) == 40
-        assert all(client.recv(1000).endswith(b"GET") for client in crowd)
+            turns += len(app.seen) > before
+            before = len(app.seen)
+        assert turns <= 10
+        await asyncio.sleep(0.01)
         for client in crowd:
+            client.settimeout(60)
+            answer = client.recv(1000)
+            while not answer.endswith(b"GET"):
+                answer += client.recv(1000)
             client.close()
         await listener.close(0.2)
 
@@ -320,7 +328,7 @@ def test_clients_wait_while_the_system_has_no_room_and_are_served_when_it_has(ru
     async def scenario() -> None:
         app, port = Echo(), free_port()
         listener = Listener(
-            app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=5.0, room=100, stalled_reader_s=60.0
+            app, app.failed, "127.0.0.1", port, head_limit=4096, receive_s=60.0, room=100, stalled_reader_s=60.0
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.gateway.http.listener.socket.socket", Full)
@@ -347,9 +355,14 @@ async def test_more_connections_than_there_is_room_for_are_told_to_come_back() -
 async def test_a_connection_that_sends_nothing_is_closed_and_a_busy_one_is_not() -> None:
     async with listening(receive_s=0.2) as (app, port):
         assert await say(port) == b""
-        assert (await say(port, b"GET / HTTP/1.1\r\nhost: x\r\nx-a")).startswith(b"HTTP/1.1 408")
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        # A busy machine may be too late with the first bytes: then it was a connection that sent nothing.
+        begun = b"GET / HTTP/1.1\r\nhost: x\r\nx-a"
+        await until(lambda: say(port, begun), lambda answer: answer.startswith(b"HTTP/1.1 408"))
+        while not app.seen:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            while not app.seen and not reader.at_eof():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.6)
         assert not app.left.is_set() and not reader.at_eof(), "an answer may take as long as it needs"
         writer.close()

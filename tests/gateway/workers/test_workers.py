@@ -25,7 +25,7 @@ from penstock.config import load
 from penstock.errors import ConfigError
 from penstock.text import TextModel
 from tests.engine_host.client import serving as serving_engine
-from tests.gateway.conftest import free_port
+from tests.ports import free_port
 from tests.scripted import ScriptedEngine, make_text
 
 WORKERS = 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.services import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="package")

@@ -22,6 +22,7 @@ from penstock.tools.execution import ToolError, ToolRegistry
 from penstock.tools.execution.mcp import RETRY_S
 from penstock.tools.execution.openapi import operations
 from penstock.tools.execution.specs import ToolSpec, ToolSpecStore
+from tests.ports import free_port
 from tests.tools.execution.parts import LOOPBACK, MCP_SERVER, WEATHER_API, WeatherServer, desk, weather
 
 
@@ -215,9 +216,7 @@ async def test_an_mcp_server_that_does_not_start_is_an_error_of_its_own() -> Non
 
 @pytest.mark.slow
 async def test_an_mcp_server_over_http_at_a_checked_address() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", MCP_SERVER, str(port)], stderr=subprocess.DEVNULL
     )
