@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kv.host import Transfers
 from penstock.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from penstock.engine.adapters.peft import LoadedAdapter
 
 
 @dataclass(slots=True)
@@ -24,6 +28,18 @@ class Chunk:
     """With recurrent layers: the slot of the state before it; see `kv.states`."""
     writes: tuple[int, ...] = ()
     """The slots of the states behind its last token or, with draft tokens, behind each."""
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """What this step applies to it. An adapter that is virtual tokens has done its part when these are computed."""
+        seq = self.seq
+        return seq.adapter if not seq.virtual or self.start < seq.virtual else None
+
+    @property
+    def slot(self) -> int:
+        """Of that adapter on the device; -1: there is none."""
+        seq = self.seq
+        return seq.slot if not seq.virtual or self.start < seq.virtual else -1
 
     @property
     def decodes(self) -> bool:

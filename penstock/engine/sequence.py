@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.interface import TokenMatcher
@@ -61,17 +63,22 @@ class Sequence:
         "state",
         "thought",
         "tokens",
+        "virtual",
         "watermark",
+        "window",
     )
 
-    def __init__(self, request: Request, arrived: float, key: tuple[float, int]) -> None:
+    def __init__(self, request: Request, arrived: float, key: tuple[float, int], window: int = sys.maxsize) -> None:
         self.request = request
         self.id = request.request_id
         self.params = request.params
         self.tokens = request.prompt + request.produced
         self.prompt_len = len(request.prompt)
-        self.limit = self.prompt_len + request.params.max_tokens
-        """Tokens at which it ends; the scheduler lowers it to what the context window holds."""
+        self.virtual = 0
+        """Tokens before the prompt that stand for what its adapter has learned; see `begin_with`."""
+        self.window = window
+        self.limit = min(self.prompt_len + request.params.max_tokens, window)
+        """Tokens at which it ends: what was asked for, and what the context window holds."""
         self.arrived = arrived
         self.key = key
         """Scheduling order: smaller runs first and is preempted last."""
@@ -133,6 +140,22 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+    def begin_with(self, virtual: Iterable[int]) -> None:
+        """Put the virtual tokens of its adapter before the prompt, once, before anything is computed. They take
+        positions and blocks like others; what clients are told of leaves them out."""
+        own = list(virtual)
+        count = len(own)
+        if not count:
+            return
+        self.virtual = count
+        self.tokens = own + self.tokens
+        self.prompt_len += count
+        self.limit = min(self.prompt_len + self.params.max_tokens, self.window)
+        if self.hold != NEVER:
+            self.hold += count
+        if self.watermark is not None:
+            self.watermark = WatermarkState(self.params.watermark, self.params.seed, self.prompt_len)
 
     @property
     def length(self) -> int:

@@ -33,18 +33,18 @@ class Client:
     def send(self, message: ToEngine) -> None:
         self.socket.send(encode(message))
 
-    def receive(self, timeout_s: float = 60.0) -> FromEngine | None:
+    def receive(self, timeout_s: float = 120.0) -> FromEngine | None:
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
         return decode_from_engine(self.socket.recv())
 
-    def hello(self, timeout_s: float = 60.0) -> Ready:
+    def hello(self, timeout_s: float = 120.0) -> Ready:
         self.send(Hello("test"))
         message = self.receive(timeout_s)
         assert isinstance(message, Ready), message
         return message
 
-    def until(self, kind: type, timeout_s: float = 60.0) -> FromEngine | None:
+    def until(self, kind: type, timeout_s: float = 120.0) -> FromEngine | None:
         """The next message of this kind."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -56,15 +56,15 @@ class Client:
     def submit(self, request_id: str, *, first: int = 100, tokens: int = 4) -> None:
         self.send(Submit(Request(request_id, [first], SamplingParams(max_tokens=tokens))))
 
-    def deltas(self, timeout_s: float = 5.0) -> Iterator[Delta]:
-        """What arrives, delta by delta, until nothing more concerns a request for `timeout_s`."""
+    def deltas(self, timeout_s: float = 120.0) -> Iterator[Delta]:
+        """What arrives within `timeout_s`, delta by delta."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             message = self.receive(left)
             if isinstance(message, Step):
                 yield from message.output.deltas
 
-    def finish(self, request_id: str, timeout_s: float = 60.0) -> tuple[list[int], Delta]:
+    def finish(self, request_id: str, timeout_s: float = 120.0) -> tuple[list[int], Delta]:
         """All tokens of one request, and its last delta."""
         tokens: list[int] = []
         for delta in self.deltas(timeout_s):
@@ -92,7 +92,7 @@ class Running:
     def _run(self) -> None:
         self.exit_code = self.server.run()
 
-    def join(self, timeout_s: float = 60.0) -> int | None:
+    def join(self, timeout_s: float = 120.0) -> int | None:
         self.thread.join(timeout_s)
         assert not self.thread.is_alive(), "the server did not stop"
         return self.exit_code
@@ -119,7 +119,7 @@ def connected(endpoint: str, **options: Any) -> Iterator[Client]:
         client.close()
 
 
-def eventually(condition: Any, timeout_s: float = 60.0) -> bool:
+def eventually(condition: Any, timeout_s: float = 120.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from penstock.engine.core import Engine
-from penstock.engine.request import Delta, Handover, HandoverLoad, Request
+from penstock.engine.request import Delta, Handover, HandoverLoad, Request, StepOutput
+from penstock.engine_host.handover import fetcher
 from penstock.protocol.messages import Submit
 from penstock.protocol.transport import CurveServer
 from tests.engine.harness import assert_idle, make_engine
@@ -19,6 +22,8 @@ from tests.engine_host.client import Client, connected, serving
 
 SLOW = {"token_budget": 16}
 """One block per step: prompts take their time."""
+
+PATIENCE_S = 120.0
 
 
 @dataclass
@@ -40,7 +45,7 @@ def prefiller(folder: Path, tmp_path: Path) -> Iterator[Prefiller]:
     process = subprocess.Popen([sys.executable, "-m", "penstock", *command])
     try:
         with connected(endpoint) as client:
-            client.hello(60)
+            client.hello()
         yield Prefiller(process, endpoint)
     finally:
         process.kill()
@@ -63,7 +68,7 @@ class World:
         """Its tokens, and its first delta."""
         self.ask(request)
         first, tokens = None, list[int]()
-        for delta in self.client.deltas(30):
+        for delta in self.client.deltas():
             if delta.request_id == request.request_id:
                 first = first or delta
                 tokens += delta.tokens
@@ -82,6 +87,8 @@ class World:
 def decoder(folder: Path, source: Handover, curve: CurveServer | None = None, **settings: Any) -> Iterator[World]:
     engine = make_engine(folder, role="decode", **settings)
     with ExitStack() as stack:
+        # However busy this machine is: an engine that is there answers in time.
+        stack.enter_context(patch.object(fetcher, "CONNECT_S", PATIENCE_S))
         running = stack.enter_context(serving(engine, curve=curve))
         client = stack.enter_context(connected(running.endpoint))
         client.hello()
@@ -99,8 +106,26 @@ def pair(folder: Path, **settings: Any) -> Iterator[tuple[World, Engine]]:
     assert_idle(giver)
 
 
+class Halted:
+    """Holds an engine that computes prompts as soon as `when` is true, until it is let go: what a test does meanwhile
+    happens in the midst of it. The engine's server goes on."""
+
+    def __init__(self, engine: Engine, when: Callable[[], bool]) -> None:
+        self._step, self._when, self._over = engine.step, when, False
+        engine.step = self._halt  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        self._over = True
+
+    def _halt(self) -> StepOutput | None:
+        if self._over or not self._when():
+            return self._step()
+        time.sleep(0.001)
+        return None
+
+
 def source(endpoint: str, **options: Any) -> Handover:
-    return Handover(endpoint, **{"least_tokens": 64, **options})
+    return Handover(endpoint, **{"least_tokens": 64, "wait_s": PATIENCE_S, **options})
 
 
 def text(number: int, length: int = 700) -> list[int]:

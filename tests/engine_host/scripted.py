@@ -17,6 +17,10 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, int]] = {}
         self.aborted: list[str] = []
         self.steps = 0
+        self.paused = False
+        """Its steps produce nothing, as long as that is so: what is asked meanwhile comes while it works."""
+        self.pause_at: int | None = None
+        """The number of steps after which it is paused."""
         self.thread: int | None = None
         self._step_s = step_s
         self._before_step = before_step
@@ -47,6 +51,9 @@ class ScriptedEngine:
         if not self.has_work:
             return None
         time.sleep(self._step_s)
+        if self.paused or self.steps == self.pause_at:
+            time.sleep(0.001)
+            return None
         if self._before_step is not None:
             self._before_step()
         self.steps += 1

@@ -14,11 +14,11 @@ import pytest
 from penstock.engine.core import Engine
 from penstock.engine.request import Request
 from penstock.errors import ConfigError
-from penstock.protocol.messages import Abort, Drain, Submit
+from penstock.protocol.messages import Abort, Drain, Leaving, Submit
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import connected, eventually, serving
-from tests.engine_host.handover import SLOW, decoder, pair, source, text
+from tests.engine_host.handover import SLOW, Halted, decoder, pair, source, text
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_without_room_or_time_a_request_waits_for_no_more_blocks(folder: Path, a
         assert eventually(lambda: world.engine.load_snapshot().running == 1)
         request = greedy("crowded", text(2), 6)
         world.ask(request)
-        tokens, _ = world.client.finish("crowded", 30)
+        tokens, _ = world.client.finish("crowded")
         assert tokens == generate(alone, request)["crowded"]
         assert (world.counts.handovers, world.counts.fallbacks) == (1, 1)
         world.engine.step = quick  # type: ignore[method-assign]
@@ -50,7 +50,7 @@ def test_without_room_or_time_a_request_waits_for_no_more_blocks(folder: Path, a
         step = giver.step
         giver.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign]
         world.ask(replace(greedy("late", text(3), 6), timeout_s=0.3))
-        _, last = world.client.finish("late", 30)
+        _, last = world.client.finish("late")
         assert last.finish_reason == "timeout" and world.counts.fallbacks == 2
         giver.step = step  # type: ignore[method-assign]
 
@@ -74,12 +74,15 @@ def test_engines_that_went_away_are_forgotten(folder: Path, monkeypatch: pytest.
 def test_a_prefill_engine_that_drains_sends_what_was_asked_for(folder: Path, alone: Engine) -> None:
     with pair(folder) as (world, giver):
         request = greedy("r", text(1, 1000), 6)
+        halted = Halted(giver, lambda: world.counts.blocks_in > 0)
         world.ask(request)
         assert eventually(lambda: world.counts.blocks_in > 0)
         with connected(world.source.endpoint) as operator:
             operator.hello()
             operator.send(Drain())
-            assert world.client.finish("r", 30)[0] == generate(alone, request)["r"]
+            assert operator.until(Leaving) is not None
+            halted.let_go()
+            assert world.client.finish("r")[0] == generate(alone, request)["r"]
         assert (world.counts.handovers, world.counts.fallbacks) == (1, 0)
         assert world.answer(greedy("next", text(2), 2))[0] == generate(alone, greedy("next", text(2), 2))["next"]
         assert world.counts.fallbacks == 1 and not giver.has_work
@@ -87,11 +90,13 @@ def test_a_prefill_engine_that_drains_sends_what_was_asked_for(folder: Path, alo
 
 def test_an_abort_while_waiting_reaches_both_engines(folder: Path) -> None:
     with pair(folder) as (world, giver):
+        halted = Halted(giver, lambda: world.counts.blocks_in > 0)
         world.ask(greedy("r", text(1, 1000), 5))
         assert eventually(lambda: world.counts.blocks_in > 0)
         world.client.send(Abort("r"))
         _, last = world.client.finish("r")
         assert last.finish_reason == "abort"
+        halted.let_go()
         assert eventually(lambda: not giver.has_work and giver.load_snapshot().generation_tokens == 0)
         world.answer(greedy("next", text(2), 3))
         assert world.counts.handovers == 1
@@ -99,10 +104,13 @@ def test_an_abort_while_waiting_reaches_both_engines(folder: Path) -> None:
 
 def test_a_gateway_that_leaves_takes_its_waiting_requests_with_it(folder: Path) -> None:
     with pair(folder) as (world, giver):
+        halted = Halted(giver, lambda: True)
         with connected(world.endpoint) as other:
             other.hello()
             other.send(Submit(replace(greedy("r", text(1, 1000), 5), handover=world.source)))
             assert eventually(lambda: world.counts.waiting == 1)
+        assert eventually(lambda: world.counts.waiting == 0)
+        halted.let_go()
         assert eventually(lambda: world.counts.waiting == 0 and not giver.has_work)
 
 
@@ -170,7 +178,7 @@ def test_nothing_is_lost_or_leaked_whatever_happens_in_whatever_order(folder: Pa
                     running.server.stop("it dies")
                 tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
                 ended: set[str] = set()
-                for delta in world.client.deltas(60):
+                for delta in world.client.deltas():
                     assert delta.error is None, delta.error
                     tokens[delta.request_id] += delta.tokens
                     if delta.finish_reason is not None:

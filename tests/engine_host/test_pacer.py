@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.engine.request import Delta, TokenLogprob
 from penstock.engine_host.pacer import CPU_INTERVAL_S, CROWD, Pacing, pick_interval
 from penstock.protocol.messages import Step
-from tests.engine_host.client import connected, serving
+from tests.engine_host.client import connected, eventually, serving
 from tests.engine_host.scripted import ScriptedEngine
 
 
@@ -75,11 +75,14 @@ def test_no_token_is_lost_or_out_of_order(steps: list[tuple[list[int], int, floa
 
 
 def test_a_paced_server_sends_fewer_messages_and_every_token() -> None:
-    engine = ScriptedEngine(step_s=0.005)
-    with serving(engine, pacing=Pacing(0.1)) as running, connected(running.endpoint) as client:
+    engine = ScriptedEngine()
+    engine.paused = True
+    with serving(engine, pacing=Pacing(1e6)) as running, connected(running.endpoint) as client:
         client.hello()
         for index in range(CROWD + 2):
             client.submit(f"r{index}", first=1000 * index, tokens=60)
+        assert eventually(lambda: len(engine.running) == CROWD + 2)
+        engine.paused = False
         tokens: dict[str, list[int]] = {}
         unfinished, messages = CROWD + 2, 0
         while unfinished:

@@ -1,5 +1,6 @@
 """The engine behind its socket: streams reach their gateway, and no gateway can hurt the engine or another one."""
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -41,17 +42,15 @@ def test_one_message_per_step_carries_every_request_of_a_gateway() -> None:
     with serving(engine) as running, connected(running.endpoint) as client:
         client.hello()
         for name in "abc":
-            client.submit(name, tokens=20)
-        eventually(lambda: len(engine.running) == 3)
-        messages = []
-        while len(messages) < 30:
+            client.submit(name, tokens=10**9)
+        messages = 0
+        together = False
+        while not together:
             message = client.receive()
-            if message is None or (isinstance(message, Step) and not message.output.deltas):
-                break
             assert isinstance(message, Step)
-            messages.append(message)
-        assert any(len(message.output.deltas) == 3 for message in messages)
-        assert len(messages) <= engine.steps
+            messages += bool(message.output.deltas)
+            together = len(message.output.deltas) == 3
+        assert messages <= engine.steps
 
 
 def test_first_tokens_come_first_in_a_message() -> None:
@@ -81,23 +80,20 @@ class SentMessages:
 def test_a_step_that_is_over_early_is_collected_at_once() -> None:
     """The engine says that its next step can wait, but then its device is done."""
     engine = ScriptedEngine()
-    asked: list[float] = []
+    asked = itertools.count(1)
 
     def spare_s() -> float:
-        asked.append(time.monotonic())
-        return 0.0 if len(asked) % 4 == 0 else 5.0
+        return 0.0 if next(asked) % 4 == 0 else 1e6
 
     engine.spare_s = spare_s  # type: ignore[attr-defined]
     with serving(engine) as running, connected(running.endpoint) as client:
         client.hello()
         client.submit("a", tokens=3)
-        began = time.monotonic()
         assert len(client.finish("a")[0]) == 3
-        assert time.monotonic() - began < 2.0
 
 
 def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet_time, "QUIET_S", 0.3)
+    monkeypatch.setattr(quiet_time, "QUIET_S", 1e6)
     engine = ScriptedEngine()
     prepared: list[int] = []
 
@@ -111,9 +107,9 @@ def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(mo
         for number in range(3):  # one after the other: none waits for what is prepared
             client.submit(f"r{number}", tokens=2)
             client.finish(f"r{number}")
-        steps = engine.steps
-        eventually(lambda: len(prepared) == 5)
-        assert set(prepared) <= {0, steps}
+        assert not prepared
+        monkeypatch.setattr(quiet_time, "QUIET_S", 0.01)
+        assert eventually(lambda: len(prepared) == 5)
         time.sleep(0.05)
         assert len(prepared) == 5, "there was nothing left"
 
@@ -121,24 +117,23 @@ def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(mo
 def test_a_request_does_not_wait_for_what_is_being_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quiet_time, "QUIET_S", 0.02)
     engine = ScriptedEngine()
-    begun: list[float] = []
+    begun, left = [0], [0]
 
     def improve(urgent: Callable[[], bool]) -> bool:
-        begun.append(time.monotonic())
-        while not urgent() and time.monotonic() - begun[-1] < 5.0:
+        begun[0] += 1
+        while not urgent():
             time.sleep(0.001)  # a layer
+        left[0] += 1
         return True
 
     engine.improve = improve  # type: ignore[attr-defined]
     with serving(engine) as running, connected(running.endpoint) as client:
         client.hello()
         for number in range(3):
-            assert eventually(lambda at=number: len(begun) > at)  # type: ignore[misc]
-            began = time.monotonic()
+            assert eventually(lambda: begun[0] > left[0])
             client.submit(f"r{number}", tokens=2)
             client.finish(f"r{number}")
-            assert time.monotonic() - began < 1.0
-            begun.append(begun[-1])
+        assert left[0] >= 3
 
 
 def test_nothing_is_prepared_while_blocks_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,16 +179,18 @@ def test_an_idle_engine_sends_heartbeats_with_its_load() -> None:
 def test_an_idle_engine_does_not_burn_a_core() -> None:
     with serving(ScriptedEngine()) as running, connected(running.endpoint) as client:
         client.hello()
-        before = time.process_time()
+        assert running.thread.ident is not None
+        its_clock = time.pthread_getcpuclockid(running.thread.ident)
+        before, began = time.clock_gettime(its_clock), time.monotonic()
         time.sleep(1.0)
-        assert time.process_time() - before < 0.25
+        assert time.clock_gettime(its_clock) - before < 0.5 * (time.monotonic() - began)
 
 
 def test_a_cancelled_request_stops_and_says_so() -> None:
     engine = ScriptedEngine(step_s=0.005)
     with serving(engine) as running, connected(running.endpoint) as client:
         client.hello()
-        client.submit("a", tokens=10_000)
+        client.submit("a", tokens=10**9)
         assert eventually(lambda: "a" in engine.running)
         client.send(Abort("a"))
         assert client.finish("a")[1].finish_reason == "abort"
@@ -207,10 +204,12 @@ def test_a_gateway_cannot_cancel_the_request_of_another() -> None:
     with serving(engine) as running, connected(running.endpoint) as one, connected(running.endpoint) as two:
         one.hello()
         two.hello()
-        one.submit("a", tokens=60)
+        one.submit("a", tokens=10**9)
         assert eventually(lambda: "a" in engine.running)
         two.send(Abort("a"))
-        assert one.finish("a")[1].finish_reason == "length"
+        two.submit("b")  # is read after it
+        assert two.finish("b")[1].finish_reason == "length"
+        assert "a" in engine.running and not engine.aborted
 
 
 @pytest.mark.parametrize(
@@ -253,9 +252,8 @@ def test_goodbye_aborts_what_the_gateway_runs_and_hello_starts_afresh() -> None:
         assert eventually(lambda: "a" in engine.running)
         client.send(Goodbye())
         assert eventually(lambda: engine.aborted == ["a"])
-        while client.receive(0.2) is not None:
-            pass
-        client.hello()
+        client.send(Hello("test"))
+        assert isinstance(client.until(Ready), Ready)
         client.submit("b")
         assert client.finish("b")[1].finish_reason == "length"
 

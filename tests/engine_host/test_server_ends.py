@@ -63,21 +63,17 @@ def test_a_request_that_the_engine_rejects_by_raising_fails_alone() -> None:
 
 
 def test_draining_finishes_what_runs_refuses_the_rest_and_exits_cleanly() -> None:
-    engine = ScriptedEngine(step_s=0.01)
+    engine = ScriptedEngine()
+    engine.paused = True
     with serving(engine) as running, connected(running.endpoint) as client:
         client.hello()
         client.submit("a", tokens=30)
-        assert eventually(lambda: "a" in engine.running)
         client.send(Drain())
         client.submit("late")
-        ends = {}
-        for delta in client.deltas(3.0):
-            if delta.finish_reason is not None:
-                ends[delta.request_id] = delta
-            if len(ends) == 2:
-                break
-        assert ends["a"].finish_reason == "length"
-        assert (ends["late"].error or "").startswith(DRAINING)
+        assert (client.finish("late")[1].error or "").startswith(DRAINING)
+        engine.paused = False
+        tokens, last = client.finish("a")
+        assert len(tokens) == 30 and last.finish_reason == "length"
         assert running.join() == 0
 
 
@@ -131,20 +127,21 @@ def states(client: Client, until: str) -> list[str]:
 
 
 def test_told_to_sleep_it_finishes_what_runs_refuses_what_comes_and_wakes_again() -> None:
-    sleeper = KeepingSleeper()
+    sleeper, engine = KeepingSleeper(), ScriptedEngine()
+    engine.paused = True
     with (
-        serving(ScriptedEngine(step_s=0.01), sleeper=sleeper) as running,
+        serving(engine, sleeper=sleeper) as running,
         connected(running.endpoint) as client,
         connected(running.endpoint) as other,
     ):
         assert client.hello().state == "awake"
         client.submit("a", tokens=20)
-        eventually(lambda: running.server._engine.has_work)
         client.send(Sleep())
         client.submit("late")
-        deltas = {delta.request_id: delta for delta in client.deltas(1.0) if delta.finish_reason}
-        assert deltas["a"].finish_reason == "length"
-        assert deltas["late"].finish_reason == "error" and str(deltas["late"].error).startswith(ASLEEP)
+        _, late = client.finish("late")
+        assert late.finish_reason == "error" and str(late.error).startswith(ASLEEP)
+        engine.paused = False
+        assert client.finish("a")[1].finish_reason == "length"
         assert eventually(lambda: sleeper.calls == ["sleep", "collect"])
         assert other.hello().state == "sleeping", "whoever comes later hears of it too"
         other.send(Wake())
@@ -154,15 +151,16 @@ def test_told_to_sleep_it_finishes_what_runs_refuses_what_comes_and_wakes_again(
 
 
 def test_woken_while_it_still_works_it_just_goes_on() -> None:
-    sleeper = KeepingSleeper()
-    with serving(ScriptedEngine(step_s=0.01), sleeper=sleeper) as running, connected(running.endpoint) as client:
+    sleeper, engine = KeepingSleeper(), ScriptedEngine()
+    engine.paused = True
+    with serving(engine, sleeper=sleeper) as running, connected(running.endpoint) as client:
         client.hello()
         client.submit("a", tokens=50)
-        eventually(lambda: running.server._engine.has_work)
         client.send(Sleep())
         assert states(client, "drowsy") == ["drowsy"]
         client.send(Wake())
         assert states(client, "awake") == ["awake"]
+        engine.paused = False
         client.submit("b", tokens=2)
         assert client.finish("b")[1].finish_reason == "length"
         assert sleeper.calls == []

@@ -63,7 +63,7 @@ def test_another_gateway_learns_what_one_that_vanished_had_produced() -> None:
         heir.hello()
         with connected(running.endpoint) as dead:
             dead.hello()
-            dead.submit("c:0.0.0", tokens=1000)
+            dead.submit("c:0.0.0", tokens=10**9)
             dead.submit("d:0.0.1", tokens=3)
             dead.finish("d:0.0.1")
         assert eventually(lambda: engine.aborted == ["c:0.0.0"])  # nobody pays for what nobody reads
@@ -78,8 +78,8 @@ def test_a_request_that_was_aborted_or_left_behind_is_counted_to_its_end() -> No
     with serving(engine) as running, connected(running.endpoint) as client, connected(running.endpoint) as other:
         client.hello()
         other.hello()
-        client.submit("a:0.0.0", tokens=1000)
-        other.submit("b:0.0.0", tokens=1000)
+        client.submit("a:0.0.0", tokens=10**9)
+        other.submit("b:0.0.0", tokens=10**9)
         assert eventually(lambda: len(engine.running) == 2)
         assert ask(client, "b")[0].finish_reason is None
         client.send(Abort("a:0.0.0"))

@@ -52,19 +52,22 @@ STUCK = """
     from tests.engine_host.client import Client
     from tests.engine_host.scripted import ScriptedEngine
 
+    begun = threading.Event()
+
     def stuck_here():
+        begun.set()
         threading.Event().wait()
 
     with Listener("tcp://127.0.0.1:*") as listener:
         client = Client(listener.endpoint)
         client.send(Hello("test"))
         client.submit("a")
-        EngineServer(ScriptedEngine(before_step=stuck_here), listener, watchdog=Watchdog(0.3)).run()
+        watchdog = Watchdog(20.0, clock=lambda: 1e3 * begun.is_set())
+        EngineServer(ScriptedEngine(before_step=stuck_here), listener, watchdog=watchdog).run()
 """
 
 
 SILENT = """
-    import threading
     from penstock.engine.request import EngineLoad
     from penstock.protocol.messages import Hello
     from penstock.engine_host.server import EngineServer
@@ -75,8 +78,9 @@ SILENT = """
 
     class Prefilling(ScriptedEngine):
         def step(self):
-            output = super().step()
-            return None if self.steps < SILENT_STEPS else output
+            super().step()
+            if self.steps == 100 and STOPS:
+                server.stop()
 
         def load_snapshot(self):
             return EngineLoad(ADVANCES)
@@ -84,9 +88,10 @@ SILENT = """
     with Listener("tcp://127.0.0.1:*") as listener:
         client = Client(listener.endpoint)
         client.send(Hello("test"))
-        client.submit("a", tokens=100)
-        server = EngineServer(Prefilling(step_s=0.01), listener, watchdog=Watchdog(0.3))
-        threading.Timer(1.5, server.stop).start()
+        client.submit("a", tokens=10**9)
+        engine = Prefilling(step_s=0.01)
+        watchdog = Watchdog(0.9, clock=lambda: 0.6 * engine.steps, last_resort=False)
+        server = EngineServer(engine, listener, watchdog=watchdog)
         raise SystemExit(server.run())
 """
 
@@ -95,12 +100,12 @@ SILENT = """
     ("load", "code"), [("steps=self.steps", 0), ("restored_blocks=self.steps", 0), ("steps=0", EXIT_STUCK)]
 )
 def test_steps_without_tokens_are_progress_only_if_a_counter_moves(load: str, code: int) -> None:
-    script = textwrap.dedent(SILENT).replace("ADVANCES", load).replace("SILENT_STEPS", "60")
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    script = textwrap.dedent(SILENT).replace("ADVANCES", load).replace("STOPS", str(code == 0))
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert result.returncode == code, result.stderr
 
 
 def test_a_stuck_engine_process_shows_its_stacks_and_exits_with_its_code() -> None:
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(STUCK)], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(STUCK)], capture_output=True, text=True, timeout=200)
     assert result.returncode == EXIT_STUCK
     assert "stuck_here" in result.stderr

@@ -235,6 +235,7 @@ async def test_the_reading_process_survives_what_it_is_sent() -> None:
     reader = ReaderProcess(time_limit_s=20)
     try:
         assert await texts(reader, b"hello") == ["hello"]
+        assert await reader.text(make_pdf(["One.", "Two."]), "application/pdf") == "One.\n\nTwo.\n\n"
         with pytest.raises(UnreadableDocument):
             await texts(reader, b"%PDF-", "application/pdf")
         process = reader._process

@@ -9,7 +9,7 @@ tokens of the adapter's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,10 @@ from penstock.engine.adapters.rows import EndRows, ReplacedRows
 from penstock.engine.adapters.spec import CONFIG
 from penstock.errors import CheckpointError
 
+VIRTUAL = "virtual_tokens"
+"""The name of what an adapter of learned inputs puts before prompts, once it is converted."""
 _FORMS = {
+    f".{VIRTUAL}": "virtual",
     ".token_adapter.trainable_tokens_delta": "tokens",
     ".token_adapter.base_layer.weight": "base",
     ".base_layer.weight": "base",
@@ -88,6 +91,9 @@ class EndTensors:
         what the adapter's own products add to rows behind the vocabulary, by module. Of a rank that has no part of what
         is replaced the rows are empty; None: the adapter replaces nothing on any rank."""
         self._check_declared(tied)
+        for module, form in self._keys:
+            if form == "virtual":
+                return self._virtual(module, tensors, hashed)
         rows: dict[str, ReplacedRows | None] = {"embedding": None, "head": None}
         added, tokens, changes = None, None, False
         for module, index in self.ends.items():
@@ -123,6 +129,25 @@ class EndTensors:
                 "is generated could not be read; save both"
             )
         return found if changes else None
+
+    def _virtual(self, module: str, tensors: Any, hashed: Callable[[str, Tensor], None]) -> EndRows:
+        """Rows for the first tokens behind the model's vocabulary, which only the embedding has."""
+        site = self.cut.whole.sites[self.ends[module]]
+        rows: Tensor = tensors.get_tensor(self._keys[module, "virtual"])
+        if rows.dim() != 2 or not len(rows) or rows.shape[1] != _hidden(site):
+            raise CheckpointError(
+                f"{self.file}: prompt_embeddings is {tuple(rows.shape)}, and rows of the model's {module} have "
+                f"{_hidden(site)} numbers"
+            )
+        count, vocabulary = len(rows), _vocabulary(site)
+        if count > self.room:
+            raise CheckpointError(
+                f"{self.file} puts {count} virtual tokens before prompts; set adapter_tokens: {count} or more"
+            )
+        hashed(f"{module} virtual", rows)
+        ids = torch.arange(vocabulary, vocabulary + count)
+        kept = self._packed(module, replace(site, factor=site.virtual_factor), ids, rows)
+        return EndRows(embedding=kept, virtual=count)
 
     def _check_declared(self, tied: bool) -> None:
         """PEFT saves every module that it was told to train."""

@@ -92,6 +92,8 @@ class Site:
     """Of what stands before or behind all layers: one of the two. See `adapters.ends`."""
     factor: float = 1.0
     """What the model's own matrix was multiplied by when it was loaded."""
+    virtual_factor: float = 1.0
+    """Of the embedding: what rows are multiplied by that stand for no token."""
     gated: bool = False
     """Whether what its last part gives, times what the others give, is all that the next site reads."""
 
@@ -257,7 +259,16 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
     hidden, vocab, name = config.hidden_size, config.vocab_size, family_of(config.family).names.embedding
     factor = config.embedding_scale
     return (
-        Site(EMBEDDING, (name,), (hidden,), vocab, further=True, end="embedding", factor=factor),
+        Site(
+            EMBEDDING,
+            (name,),
+            (hidden,),
+            vocab,
+            further=True,
+            end="embedding",
+            factor=factor,
+            virtual_factor=config.virtual_scale,
+        ),
         Site(HEAD, (HEAD,), (head_rows or vocab,), hidden, further=True, end="head"),
     )
 

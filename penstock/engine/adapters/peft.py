@@ -64,6 +64,11 @@ class LoadedAdapter:
         object.__setattr__(self, "narrow", not self.ranks[1:].any())
 
     @property
+    def virtual(self) -> int:
+        """Tokens that it puts before every prompt; it does nothing else then."""
+        return 0 if self.rows is None else self.rows.virtual
+
+    @property
     def by_host(self) -> bool:
         """Whether it does what no captured step contains on any device: its steps are launched from the host."""
         return any(each is not None for each in (self.rows, self.inputs, self.head_norms))

@@ -32,6 +32,7 @@ PATIENCE_S = 1.0
 MOVES_PER_STEP = 2
 """Copies into slots between two steps: bounds how long running sequences are delayed."""
 _LOADER_WAIT_S = 0.002
+_TOO_LONG = f"{ADAPTER_FAILED}: with its virtual tokens the request has"
 _NO_TOKEN = f"{TOKENS_UNKNOWN}: the adapter does not have all of the prompt's; it has those up to"
 
 
@@ -140,8 +141,9 @@ class AdapterPool:
             entry.waiting[seq] = None
             self.registry.want(entry)
             return False
-        if not self._has_tokens(seq, entry.adapter):
-            self._lost.append((seq, f"{_NO_TOKEN} {self._vocabulary - 1}, and of its own"))
+        problem = self._mismatch(seq, entry.adapter)
+        if problem is not None:
+            self._lost.append((seq, problem))
             return False
         self._give(seq, entry)
         return True
@@ -225,11 +227,12 @@ class AdapterPool:
                 self.slots.pin(entry.adapter, True)
             waiting, entry.waiting = entry.waiting, {}
             for seq in waiting:
-                if self._has_tokens(seq, entry.adapter):
+                problem = self._mismatch(seq, entry.adapter)
+                if problem is None:
                     self._give(seq, entry)
                     ready.append(seq)
                 else:
-                    self._lost.append((seq, f"{_NO_TOKEN} {self._vocabulary - 1}, and of its own"))
+                    self._lost.append((seq, problem))
         if outcome.ready or outcome.failed:
             self.registry.start_loads()
         failed = [(seq, f"{ADAPTER_FAILED}: {why}") for seq, why in outcome.failed]
@@ -271,16 +274,32 @@ class AdapterPool:
         assert not self._entries and not self._slotless and not self._since and not self._lost, "a sequence is kept"
         assert not any(entry.users or entry.waiting for entry in self.registry), "an adapter has users"
 
-    def _has_tokens(self, seq: Sequence, adapter: LoadedAdapter) -> bool:
-        """Whether it has those of the request that are behind the model's vocabulary."""
-        if not self.room or max(seq.tokens) < self._vocabulary:
-            return True
-        return adapter.rows is not None and adapter.rows.has(seq.tokens, self._vocabulary)
+    def _mismatch(self, seq: Sequence, adapter: LoadedAdapter) -> str | None:
+        """Why a sequence cannot run with the adapter that it asks for, or None."""
+        if self.room and max(seq.tokens) >= self._vocabulary:
+            # Those behind the model's vocabulary are the adapter's own; virtual ones are not for prompts.
+            rows = None if adapter.virtual else adapter.rows
+            if rows is None or not rows.has(seq.tokens, self._vocabulary):
+                return f"{_NO_TOKEN} {self._vocabulary - 1}, and of its own"
+        total = len(seq.tokens) + adapter.virtual
+        if total >= seq.window:
+            return f"{_TOO_LONG} {total} tokens; with at least one to generate, at most {seq.window - 1} fit"
+        return None
+
+    def virtual_tokens(self, name: str) -> list[int]:
+        """What an adapter puts before prompts; see `Sequence.begin_with`."""
+        entry = self.registry.get(name)
+        return [] if entry is None or entry.adapter is None else self._virtual_of(entry.adapter)
+
+    def _virtual_of(self, adapter: LoadedAdapter) -> list[int]:
+        """Ids behind the model's vocabulary, which prompts cannot have."""
+        return list(range(self._vocabulary, self._vocabulary + adapter.virtual))
 
     def _give(self, seq: Sequence, entry: AdapterEntry) -> None:
         assert entry.adapter is not None
         seq.adapter = entry.adapter
         seq.root = root_name(seq.request.cache_salt, entry.adapter.version)
+        seq.begin_with(self._virtual_of(entry.adapter))
         self._entries[seq] = entry
         self.registry.hold(entry)
 

@@ -41,6 +41,8 @@ class EndRows:
     """Of the head: rows of tokens behind the model's vocabulary, by their numbers in that of the adapter."""
     tokens: int | None = None
     """How many tokens its head has, where these are not the model's: the others have no logits."""
+    virtual: int = 0
+    """How many tokens it puts before every prompt: the only rows that it has then, of the ids behind the model's."""
 
     def has(self, tokens: Iterable[int], vocabulary: int) -> bool:
         """Whether it has rows for all of these that are behind the model's vocabulary."""
@@ -51,7 +53,7 @@ class EndRows:
         embedding, head, added = (
             None if rows is None else rows.pinned() for rows in (self.embedding, self.head, self.added)
         )
-        return EndRows(embedding, head, added, self.tokens)
+        return EndRows(embedding, head, added, self.tokens, self.virtual)
 
 
 @dataclass(frozen=True, slots=True)

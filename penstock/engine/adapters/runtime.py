@@ -45,6 +45,10 @@ class AdaptedModel:
     layers take other launches than those of the plain decoder."""
     altered: Decoder | None = None
     """One for steps in which some adapter changes single outputs (see `adapters.vectors`) or norms."""
+    captures_altered: bool = True
+    """Whether slots have tables for that, so that such steps may be captured."""
+    beside: int = 0
+    """Bytes of the device that are to stay free for what adapters have beside their slots."""
 
     def with_altered(self) -> AdaptedModel:
         """The same with a decoder of that name, made when all others are connected to their ranks."""
@@ -123,8 +127,8 @@ class AdapterRuntime:
                 self.kernel.put(slot, adapter)
             except torch.OutOfMemoryError as error:  # smaller steps would not help
                 raise NoDeviceMemory(
-                    f"adapter {adapter.name} does not fit into device memory beside the model: lower memory_share or "
-                    "kv_memory, or merge the adapter into the model"
+                    f"adapter {adapter.name} does not fit into device memory beside the model: raise adapter_memory, "
+                    "lower memory_share or kv_memory, or merge the adapter into the model"
                 ) from error
             if self._others is not None:
                 self._others.put(slot, adapter)
@@ -139,17 +143,18 @@ class AdapterRuntime:
 
     def touches_further(self, batch: Batch) -> bool:
         """Whether a batch needs the decoder of that name."""
-        adapters = (chunk.seq.adapter for chunk in batch.chunks)
+        adapters = (chunk.adapter for chunk in batch.chunks)
         return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
 
     def by_host(self, batch: Batch) -> bool:
         """Whether some adapter of a batch does what only the host can (`LoadedAdapter.by_host`): it is neither recorded
         nor captured."""
-        return any(chunk.seq.adapter is not None and chunk.seq.adapter.by_host for chunk in batch.chunks)
+        adapters = (chunk.adapter for chunk in batch.chunks)
+        return any(adapter is not None and adapter.by_host for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
         """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""
-        adapters = {chunk.seq.adapter for chunk in batch.chunks} - {None}
+        adapters = {chunk.adapter for chunk in batch.chunks} - {None}
         return any(
             each is not None
             for one in adapters
@@ -189,11 +194,11 @@ class AdapterRuntime:
 
 def is_narrow(batch: Batch) -> bool:
     """Whether all adapters of a batch are; see `LoadedAdapter`."""
-    adapters = (chunk.seq.adapter for chunk in batch.chunks)
+    adapters = (chunk.adapter for chunk in batch.chunks)
     return all(adapter is None or adapter.narrow for adapter in adapters)
 
 
 def slots_of(batch: Batch) -> np.ndarray:
     """The adapter slot of each packed token; -1 where there is none."""
-    slots = np.array([chunk.seq.slot for chunk in batch.chunks], np.int32)
+    slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
     return np.repeat(slots, [chunk.length for chunk in batch.chunks])

@@ -51,6 +51,7 @@ _LOOK_S = 1.0
 """A child that takes longer is looked at: the library can lock itself up when memory runs out."""
 _PATIENCE = 20.0
 """Wall-clock time for a unit of processor time, on a machine that is busy with other things."""
+_TOO_BUSY = "the machine is too busy to compile grammars; try again later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class GrammarSandbox:
     def _exchange(self, connection: socket.socket, grammar: str, child: int) -> bytes:
         """The answer; empty when the child died."""
         deadline = monotonic() + self.limits.compile_s * _PATIENCE
-        connection.settimeout(_LOOK_S)
+        connection.settimeout(self.limits.compile_s * _PATIENCE)
         try:
             send_frame(connection, grammar.encode(errors="surrogatepass"))
             connection.settimeout(_QUICK_S)
@@ -148,12 +149,17 @@ class GrammarSandbox:
                 with suppress(ProcessLookupError, PermissionError):
                     os.setpriority(os.PRIO_PROCESS, child, _NICE)
             connection.settimeout(_LOOK_S)
+            slept = False
             while not _readable(connection):
-                if _sleeps(child):
+                sleeps = _sleeps(child)
+                if sleeps and slept:  # once may be a short wait, or just before its answer
                     raise GrammarTooComplex("it is too complex: it locked up the compiler")
+                slept = sleeps
                 if monotonic() > deadline:
-                    raise SandboxUnavailable("the machine is too busy to compile grammars; try again later")
+                    raise SandboxUnavailable(_TOO_BUSY)
             return receive_frame(connection)
+        except TimeoutError:
+            raise SandboxUnavailable(_TOO_BUSY) from None
         except ConnectionError:
             return b""
 

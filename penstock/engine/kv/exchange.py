@@ -77,19 +77,21 @@ class BlockExchange:
         *,
         step_tokens: int,
         version: Callable[[str], str | None],
+        virtual: Callable[[str], list[int]] = lambda adapter: [],
         flush: Sequence[Callable[[Transfers], None]] = (),
         flush_states: Sequence[Callable[[Transfers], None]] = (),
         spread: SpreadCache | None = None,
     ) -> None:
         """`step_tokens`: most tokens of one step; twice as many have a slot. `version`: which weights an adapter's name
-        stands for, None when they are not known now. `flush`: of every cache, makes copies to the host tier, if there
-        is one. `spread`: where `kv` is a part of the cache."""
+        stands for, None when they are not known now; `virtual`: the tokens that it puts before prompts. `flush`: of
+        every cache, makes copies to the host tier, if there is one. `spread`: where `kv` is a part of the cache."""
         self.counts = HandoverLoad()
         self.losses = 0
         """How often all that was in the caches and on its way was lost."""
         self._allocator = allocator
         self._caches = allocator.caches
         self._version = version
+        self._virtual = virtual
         blocks = Spread(kv.shape.block_bytes, partial(backend.block_mover, kv)) if spread is None else spread.blocks
         self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), MOST_BYTES // max(1, blocks.piece_bytes)))
         self.at_once = max(1, backend.exchange_step_bytes // max(1, kv.shape.block_bytes))
@@ -167,7 +169,13 @@ class BlockExchange:
         if version is None or request.params.prompt_logprobs is not None:
             return []  # prompt log-probabilities need every token computed here
         tokens = request.prompt + request.produced if request.produced else request.prompt
+        if count := self.virtual(request):
+            tokens = self._virtual(request.adapter)[:count] + tokens
         return block_names(tokens[:-1], self._allocator.block_size, request.cache_salt, version)
+
+    def virtual(self, request: Request) -> int:
+        """How many of a request's first tokens its adapter puts before the prompt; see `Sequence.begin_with`."""
+        return len(self._virtual(request.adapter)) if request.adapter else 0
 
     def choose(self, names: Sequence[bytes], expected: Mapping[int, int] | None = None) -> int:
         """The cache that a sequence with these blocks should be in: where there is room, and most of it is there.

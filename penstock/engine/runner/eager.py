@@ -109,12 +109,12 @@ class EagerExecutor(Executor):
         """Log-probabilities of prompt tokens, for the sequences that asked for them. `adapted`: with adapters on the
         head."""
         for index, begin, wanted in chunk_targets(batch) if self._scores_prompts else ():
-            seq = batch.chunks[index].seq
+            seq, slot = batch.chunks[index].seq, batch.chunks[index].slot
             count = seq.params.prompt_logprobs or 0
             assert seq.prompt_logprobs is not None
             for part in range(0, len(wanted), _SCORED_AT_ONCE):
                 targets = wanted[part : part + _SCORED_AT_ONCE].to(hidden.device)
-                slots = np.full(len(targets), seq.slot, np.int32) if adapted else None
+                slots = np.full(len(targets), slot, np.int32) if adapted else None
                 logits = self._head(slots)(hidden[begin + part : begin + part + len(targets)]).float()
                 scored = logprobs_of(logits, targets, count, one_by_one=self._rows.one_by_one, ranked=True)
                 seq.prompt_logprobs.extend(scored.to_lists([count] * len(targets)))

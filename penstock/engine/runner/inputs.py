@@ -278,8 +278,8 @@ def chunk_targets(batch: Batch) -> list[tuple[int, int, Tensor]]:
     for index, chunk in enumerate(batch.chunks):
         seq = chunk.seq
         if seq.prompt_logprobs is not None and chunk.start < seq.prompt_len - 1:
-            # A resumed sequence recomputes positions it has already scored.
-            skip = max(0, len(seq.prompt_logprobs) - 1 - chunk.start)
+            # A resumed sequence recomputes positions it has already scored. Virtual tokens have no scores.
+            skip = max(0, seq.virtual + len(seq.prompt_logprobs) - 1 - chunk.start)
             wanted = seq.tokens[chunk.start + skip + 1 : min(chunk.start + chunk.length + 1, seq.prompt_len)]
             if wanted:
                 targets.append((index, begin + skip, torch.tensor(wanted, dtype=torch.int64)))

@@ -169,7 +169,7 @@ class Rows:
             with torch.inference_mode(mode=False):
                 self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
                 self.prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        prompt = torch.tensor(seq.tokens[: seq.prompt_len], dtype=torch.int64)
+        prompt = torch.tensor(seq.tokens[seq.virtual : seq.prompt_len], dtype=torch.int64)
         output = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64)
         counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
         seen = torch.zeros(self.vocab_size, dtype=torch.bool)

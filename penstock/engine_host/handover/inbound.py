@@ -162,15 +162,17 @@ class Incoming:
         if leader is not None:
             leader.followers.append(waiting)
             return True
+        # The other engine puts the adapter's virtual tokens before the prompt, too.
+        virtual = self.exchange.virtual(request)
         elsewhere = replace(
             request,
             request_id=f"handover-{self._own.instance}-{next(self._serial)}",
-            prompt=(request.prompt + request.produced)[: len(names) * block_size + 1],
+            prompt=(request.prompt + request.produced)[: max(1, len(names) * block_size + 1 - virtual)],
             produced=[],
             params=SamplingParams(max_tokens=1, temperature=0.0),
             handover=None,
         )
-        waiting.known_tokens = usable * block_size
+        waiting.known_tokens = max(0, usable * block_size - virtual)
         waiting.held = self.exchange.hold(names, cache)
         waiting.fetch = Fetch(elsewhere, lacking, source, time.monotonic())
         self._by_fetch[waiting.fetch] = self._by_block[lacking[0]] = waiting

@@ -21,6 +21,8 @@ class Field:
     name: str
     filename: str
     content: bytes
+    media_type: str = ""
+    """As the client said."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class _Reader:
     def end(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         name, filename = (options.get(key, b"").decode("utf-8", "replace") for key in (b"name", b"filename"))
-        self.fields.append(Field(name, filename, b"".join(self._content)))
+        kind = self._headers.get(b"content-type", b"").decode("latin-1")
+        self.fields.append(Field(name, filename, b"".join(self._content), kind))
 
 
 def read_form(content_type: bytes, body: bytes) -> dict[str, Field]:

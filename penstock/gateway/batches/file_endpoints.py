@@ -1,9 +1,11 @@
-"""/v1/files: the input and output files of batches, which are text, and documents for vector stores, of any media type.
-A file belongs to the tenant that sent it."""
+"""/v1/files: the input and output files of batches, which are text, and documents for vector stores and prompts, of any
+media type. A file belongs to the tenant that sent it. Anthropic's clients find the same files in the form that they
+know (`anthropic_files.py`)."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
@@ -12,10 +14,12 @@ import msgspec
 
 from penstock.config.batches import BatchesConfig
 from penstock.gateway.app.decoding import decode_query
+from penstock.gateway.app.dialect_choice import from_anthropic
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.multipart import FORM_ROOM, Field, read_form
 from penstock.gateway.app.pagination import NoQuery, page
 from penstock.gateway.app.uploads import UploadSlots
+from penstock.gateway.batches import anthropic_files
 from penstock.gateway.batches.files import DOCUMENT_PURPOSES, File, FileStore
 from penstock.gateway.batches.store import BatchStore
 from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
@@ -25,6 +29,7 @@ JSONL = b"application/jsonl"
 BYTES = b"application/octet-stream"
 Deleted = Callable[[str, str], Awaitable[None]]
 """Called with the tenant and the id of a document that is deleted."""
+_MEDIA_TYPE = re.compile(r"[a-z0-9.+-]{1,64}/[a-z0-9.+-]{1,64}")
 LEAST_S, MOST_S = 3600, 30 * 86400
 """How long a file may be kept."""
 FILE_FORM: dict[str, Any] = {
@@ -61,12 +66,13 @@ class FileEndpoints:
         self._uploads = uploads
 
     async def create_file(self, exchange: Exchange) -> None:
+        anthropic = from_anthropic(exchange)
         files, limit = self._files, self._config.file_limit
         async with exchange.upload(limit + FORM_ROOM) as arrived, self._uploads.slot(exchange.caller.tenant):
             body = await arrived.read()
             form = await asyncio.to_thread(read_form, exchange.header(b"content-type") or b"", body)
             del body
-            upload, purpose, keep_s = _checked(form)
+            upload, purpose, keep_s = anthropic_files.checked(form) if anthropic else _checked(form)
             if len(upload.content) > limit:
                 raise PayloadTooLarge(limit=limit, size=len(upload.content))
             text = await asyncio.to_thread(_text, upload.content) if purpose == "batch" else ""
@@ -77,13 +83,22 @@ class FileEndpoints:
                     made = await files.create(caller.tenant, name, purpose, text, user=caller.user, keep_s=keep_s)
                 else:
                     made = await files.create_document(
-                        caller.tenant, name, purpose, upload.content, user=caller.user, keep_s=keep_s
+                        caller.tenant,
+                        name,
+                        purpose,
+                        upload.content,
+                        user=caller.user,
+                        keep_s=keep_s,
+                        media_type=_media_type(upload),
                     )
             except DatabaseError as error:
                 raise away() from error
-        await exchange.reply_json(made.shown())
+        await exchange.reply_json(_shown(made, anthropic))
 
     async def list_files(self, exchange: Exchange) -> None:
+        if from_anthropic(exchange):
+            await self._list_for_anthropic(exchange)
+            return
         files = self._files
         asked = decode_query(FilesQuery, exchange.scope)
         try:
@@ -100,16 +115,34 @@ class FileEndpoints:
             raise away() from error
         await exchange.reply_json(page(found, asked.limit))
 
+    async def _list_for_anthropic(self, exchange: Exchange) -> None:
+        files, caller = self._files, exchange.caller
+        ids, limit = anthropic_files.listed_ids(exchange), None
+        try:
+            if ids is not None:
+                named = [await files.get(id, caller.tenant, caller.only_user) for id in ids if "\0" not in id]
+                found = [file for file in named if file is not None]
+            else:
+                asked = decode_query(anthropic_files.AnthropicFilesQuery, exchange.scope)
+                limit = asked.limit
+                after = await _found(files, exchange, asked.after) if asked.after else None
+                found = await files.page(
+                    caller.tenant, caller.only_user, purpose=None, after=after, newest=True, limit=limit + 1
+                )
+        except DatabaseError as error:
+            raise away() from error
+        await exchange.reply_json(anthropic_files.files_page(found, limit))
+
     async def get_file(self, exchange: Exchange) -> None:
-        decode_query(NoQuery, exchange.scope)
+        anthropic = _asked_by_anthropic(exchange)
         try:
             file = await _found(self._files, exchange, exchange.path.rpartition("/")[2])
         except DatabaseError as error:
             raise away() from error
-        await exchange.reply_json(file.shown())
+        await exchange.reply_json(_shown(file, anthropic))
 
     async def delete_file(self, exchange: Exchange) -> None:
-        decode_query(NoQuery, exchange.scope)
+        anthropic = _asked_by_anthropic(exchange)
         files = self._files
         try:
             file = await _found(files, exchange, exchange.path.rpartition("/")[2])
@@ -120,10 +153,11 @@ class FileEndpoints:
             await files.delete(file.id)
         except DatabaseError as error:
             raise away() from error
-        await exchange.reply_json({"id": file.id, "object": "file", "deleted": True})
+        gone = anthropic_files.deleted(file.id) if anthropic else {"id": file.id, "object": "file", "deleted": True}
+        await exchange.reply_json(gone)
 
     async def file_content(self, exchange: Exchange) -> None:
-        decode_query(NoQuery, exchange.scope)
+        _asked_by_anthropic(exchange)
         files = self._files
         try:
             file = await _found(files, exchange, exchange.path.split("/")[-2])
@@ -131,6 +165,23 @@ class FileEndpoints:
             raise away() from error
         kind = BYTES if file.purpose in DOCUMENT_PURPOSES else JSONL
         await exchange.reply_parts(files.pieces(file), file.bytes, kind)
+
+
+def _asked_by_anthropic(exchange: Exchange) -> bool:
+    """Whether a client of Anthropic's asks; checks that the query has nothing else."""
+    anthropic = from_anthropic(exchange)
+    decode_query(anthropic_files.AnthropicFileQuery if anthropic else NoQuery, exchange.scope)
+    return anthropic
+
+
+def _shown(file: File, anthropic: bool) -> dict[str, Any]:
+    return anthropic_files.metadata(file) if anthropic else file.shown()
+
+
+def _media_type(upload: Field) -> str:
+    """What the client says of its file; unknown words say nothing."""
+    said = upload.media_type.partition(";")[0].strip().lower()
+    return said if _MEDIA_TYPE.fullmatch(said) and said != BYTES.decode() else ""
 
 
 async def check_room(

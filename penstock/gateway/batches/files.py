@@ -38,10 +38,11 @@ _VERSIONS = (
         "CREATE TABLE IF NOT EXISTS file_pieces (file_id TEXT NOT NULL, number INTEGER NOT NULL, "
         "content BYTEA NOT NULL, PRIMARY KEY (file_id, number))",
     ),
+    ("ALTER TABLE files ADD COLUMN media_type TEXT NOT NULL DEFAULT ''",),
 )
 DOCUMENT_PURPOSES = ("assistants", "user_data")
 """Purposes of files that are documents of vector stores, of any media type."""
-_COLUMNS = "id, tenant, filename, purpose, bytes, created_at, expires_at"
+_COLUMNS = "id, tenant, filename, purpose, bytes, created_at, expires_at, media_type"
 
 
 class File(msgspec.Struct, frozen=True):
@@ -54,6 +55,8 @@ class File(msgspec.Struct, frozen=True):
     bytes: int
     created_at: float
     expires_at: float | None
+    media_type: str = ""
+    """As the client said; empty where it did not."""
 
     def shown(self) -> dict[str, Any]:
         """The file as clients see it."""
@@ -139,14 +142,22 @@ class FileStore:
         await self.uploads.prepare()
 
     async def begin(
-        self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
+        self,
+        tenant: str,
+        filename: str,
+        purpose: str,
+        *,
+        user: str = "",
+        keep_s: float | None = None,
+        media_type: str = "",
     ) -> FileWriter:
         now = self._clock()
-        file = File(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, 0, now, now + (keep_s or self._keep_s))
+        expires_at = now + (keep_s or self._keep_s)
+        file = File(f"file-{uuid.uuid4().hex}", tenant, filename, purpose, 0, now, expires_at, media_type)
         await self._database.execute(
-            "INSERT INTO files (id, tenant, user_id, filename, purpose, bytes, complete, created_at, expires_at) "
-            "VALUES (?, ?, ?, ?, ?, 0, 0, ?, ?)",
-            file.id, tenant, user, filename, purpose, file.created_at, file.expires_at,
+            "INSERT INTO files (id, tenant, user_id, filename, purpose, bytes, complete, created_at, expires_at, "
+            "media_type) VALUES (?, ?, ?, ?, ?, 0, 0, ?, ?, ?)",
+            file.id, tenant, user, filename, purpose, file.created_at, file.expires_at, media_type,
         )  # fmt: skip
         return FileWriter(self._database, file)
 
@@ -159,18 +170,13 @@ class FileStore:
         await self._database.transact([await writer.finished()])
         return msgspec.structs.replace(writer.file, bytes=len(text.encode()))
 
-    async def begin_document(
-        self, tenant: str, filename: str, purpose: str, *, user: str = "", keep_s: float | None = None
-    ) -> DocumentWriter:
-        return DocumentWriter(
-            self._database, (await self.begin(tenant, filename, purpose, user=user, keep_s=keep_s)).file
-        )
+    async def begin_document(self, tenant: str, filename: str, purpose: str, **about: Any) -> DocumentWriter:
+        """`about`: as `begin` has it."""
+        return DocumentWriter(self._database, (await self.begin(tenant, filename, purpose, **about)).file)
 
-    async def create_document(
-        self, tenant: str, filename: str, purpose: str, body: bytes, *, user: str = "", keep_s: float | None = None
-    ) -> File:
-        """A file of bytes, see `DOCUMENT_PURPOSES`."""
-        writer = await self.begin_document(tenant, filename, purpose, user=user, keep_s=keep_s)
+    async def create_document(self, tenant: str, filename: str, purpose: str, body: bytes, **about: Any) -> File:
+        """A file of bytes, see `DOCUMENT_PURPOSES`. `about`: as `begin` has it."""
+        writer = await self.begin_document(tenant, filename, purpose, **about)
         for start in range(0, len(body), PIECE):
             await writer.add(body[start : start + PIECE])
         await self._database.transact([writer.finished()])
@@ -238,6 +244,13 @@ class FileStore:
         else:
             async for part in self.content(file.id):
                 yield part.encode()
+
+    async def pieces_of_any(self, id: str) -> AsyncIterator[bytes]:
+        """The same, by its id: a file has its content in one of two tables."""
+        async for part in self.content(id):
+            yield part.encode()
+        async for piece in self.pieces_of(id):
+            yield piece
 
     async def pieces_of(self, id: str) -> AsyncIterator[bytes]:
         """The content of a document."""

@@ -60,6 +60,7 @@ from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoCo
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
 from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.experiments import Experiments
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
@@ -399,12 +400,14 @@ async def compose(
         limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
+        input_files = InputFiles(None if stores is None else stores.files, limit)
+        closing(input_files.close)
         attachment = Attachment(knowledge, None if stores is None else stores.files, uploads)
         models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
         embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
         catalogue = Catalogue(registry, permissions, encoders, routes)
         endpoints: list[object] = [
-            ChatEndpoints(pipeline, conversations, server_tools, chats),
+            ChatEndpoints(pipeline, conversations, server_tools, chats, input_files),
             optional.of_stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(
@@ -414,21 +417,24 @@ async def compose(
                 detached,
                 FileSearches(knowledge),
                 SearchParts(pipeline, settings.tools, request_log.add),
+                input_files,
             ),
-            CompactionEndpoints(pipeline, ResponseReferences(responses, permissions)),
+            CompactionEndpoints(pipeline, ResponseReferences(responses, permissions), input_files),
             StoredResponseEndpoints(responses, permissions, detached),
-            MessageEndpoints(pipeline),
+            MessageEndpoints(pipeline, input_files),
             embeddings,
             OllamaEndpoints(pipeline, catalogue, embeddings),
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(permissions, tokenization, quotas, limit, request_templates=settings.request_templates),
+            TokenEndpoints(
+                permissions, tokenization, quotas, limit, input_files, request_templates=settings.request_templates
+            ),
             WatermarkEndpoints(permissions, tokenization, quotas, watermarks, limit),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
-            optional.of_conversation_items(sessions, guardrails, limit),
+            optional.of_conversation_items(sessions, guardrails, limit, input_files),
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             VectorStoreEndpoints(knowledge, attachment, encoder_work, limit),

@@ -23,6 +23,7 @@ from penstock.gateway.batches.file_endpoints import Deleted, FileEndpoints
 from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.upload_endpoints import UploadEndpoints
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.process.request_log import RequestLogOff
@@ -56,10 +57,10 @@ def of_stored_chats(store: ChatStore | None, permissions: Permissions, limit: in
 
 
 def of_conversation_items(
-    sessions: Sessions | None, guardrails: Guardrails, limit: int
+    sessions: Sessions | None, guardrails: Guardrails, limit: int, files: InputFiles
 ) -> ConversationItemEndpoints | Unavailable:
     if sessions is not None:
-        return ConversationItemEndpoints(sessions, guardrails, limit)
+        return ConversationItemEndpoints(sessions, guardrails, limit, files)
     return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
 
 

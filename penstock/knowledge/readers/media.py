@@ -58,14 +58,15 @@ def read(body: bytes, media_type: str, charset: str = "") -> Extracted:
     """The text of a document; `UnreadableDocument` when it cannot be extracted."""
     if media_type == PDF:
         return read_pdf(body)
-    found = _READERS[media_type](_decode(body, media_type, charset))
+    found = _READERS[media_type](decoded(body, media_type, charset))
     bounded(len(found.text), len(found.blocks))
     if not found.blocks:
         raise UnreadableDocument("The document contains no text.")
     return found
 
 
-def _decode(body: bytes, media_type: str, charset: str) -> str:
+def decoded(body: bytes, media_type: str = "text/plain", charset: str = "") -> str:
+    """The characters of a document that is text; `UnreadableDocument` when it is not."""
     if not charset:
         charset = next((name for mark, name in _MARKS if body.startswith(mark)), "")
     if not charset and media_type == "text/html" and (meta := _META.search(body[:2048])):

@@ -20,7 +20,7 @@ MOST_ANSWER = 64 * 2**20
 """Maximum size of one result; real ones stay far below."""
 IDLE_S = 30.0
 NICENESS = 5
-_results = msgspec.msgpack.Decoder(Result)
+_decoder = msgspec.msgpack.Decoder(Result)
 
 
 class ReaderProcess:
@@ -36,6 +36,14 @@ class ReaderProcess:
 
     async def read(self, task: Task, body: bytes) -> list[Chunk]:
         """The chunks of a document."""
+        return [chunk for result in await self._results(task, body) for chunk in result.chunks]
+
+    async def text(self, body: bytes, media_type: str) -> str:
+        """The text of a document."""
+        task = Task(len(body), media_type, "", "", "", 0, 0, 0, whole=True)
+        return "".join([result.text for result in await self._results(task, body)])
+
+    async def _results(self, task: Task, body: bytes) -> list[Result]:
         limit_s = self._time_limit_s * (1 + len(body) / LARGE)
         async with self._turn:
             if self._retirement is not None:
@@ -43,7 +51,7 @@ class ReaderProcess:
             process = await self._started()
             try:
                 async with asyncio.timeout(limit_s):
-                    chunks, problem = await _exchange(process, task, body)
+                    results = await _exchange(process, task, body)
             except TimeoutError:
                 await self._stop()
                 raise UnreadableDocument(f"The document could not be read within {limit_s:.0f} seconds.") from None
@@ -54,9 +62,9 @@ class ReaderProcess:
                 await self._stop()  # it is in the middle of a reply
                 raise
             self._retirement = asyncio.get_running_loop().call_later(self._idle_s, self._retire)
-        if problem:
-            raise UnreadableDocument(problem)
-        return chunks
+        if results[-1].error:
+            raise UnreadableDocument(results[-1].error)
+        return results
 
     async def close(self) -> None:
         if self._retirement is not None:
@@ -89,20 +97,19 @@ class ReaderProcess:
             await process.wait()
 
 
-async def _exchange(process: asyncio.subprocess.Process, task: Task, body: bytes) -> tuple[list[Chunk], str]:
+async def _exchange(process: asyncio.subprocess.Process, task: Task, body: bytes) -> list[Result]:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(frame(task))
     process.stdin.write(body)
     await process.stdin.drain()
-    chunks: list[Chunk] = []
+    results: list[Result] = []
     while True:
         size = int.from_bytes(await process.stdout.readexactly(HEADER), "big")
         if size > MOST_ANSWER:
             raise ConnectionError("a reply of invalid size")
-        result = _results.decode(await process.stdout.readexactly(size))
-        chunks += result.chunks
-        if result.last:
-            return chunks, result.error
+        results.append(_decoder.decode(await process.stdout.readexactly(size)))
+        if results[-1].last:
+            return results
 
 
 def _lower_priority(pid: int) -> None:

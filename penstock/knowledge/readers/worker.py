@@ -1,9 +1,9 @@
-"""The child process that reads documents and cuts them into chunks: frames of msgpack on standard input and output.
+"""The child process that reads documents, whole or cut into chunks: frames of msgpack on standard input and output.
 
 Files are untrusted. Whatever one of them does to a parser (endless loops, gigabytes of memory, a crash), it
 does to this process, which has limits and is replaced; and parsing and counting tokens do not hold the gateway's GIL.
-A document is a task, then its bytes; the answer is one result after another until `last`, each with a few chunks, so
-that the gateway never has much to decode at once.
+A document is a task, then its bytes; the answer is one result after another until `last`, each with a few chunks or a
+piece of the text, so that the gateway never has much to decode at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ NICENESS = 10
 """Documents wait for whoever talks to a model."""
 HEADER = 8
 CHUNKS_PER_RESULT = 256
+TEXT_PER_RESULT = 2**20
+"""Characters."""
 
 
 class Task(msgspec.Struct, array_like=True):
@@ -41,12 +43,15 @@ class Task(msgspec.Struct, array_like=True):
     chunk_tokens: int
     overlap_tokens: int
     most_chunks: int
+    whole: bool = False
+    """The text is wanted, not chunks of it."""
 
 
 class Result(msgspec.Struct, array_like=True):
     chunks: list[Chunk]
     error: str = ""
     last: bool = True
+    text: str = ""
 
 
 def frame(message: Task | Result) -> bytes:
@@ -65,8 +70,14 @@ def counter(tokenizer: str) -> Count:
 
 def work(task: Task, body: bytes) -> Iterator[Result]:
     try:
+        found = read(body, task.media_type, task.charset)
+        if task.whole:
+            for start in range(0, len(found.text), TEXT_PER_RESULT):
+                yield Result([], last=False, text=found.text[start : start + TEXT_PER_RESULT])
+            yield Result([])
+            return
         chunks = chunk(
-            read(body, task.media_type, task.charset),
+            found,
             counter(task.tokenizer),
             most=task.chunk_tokens,
             overlap=task.overlap_tokens,

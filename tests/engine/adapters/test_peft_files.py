@@ -98,6 +98,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "modules to save": ("LoHaConfig", {"r": 2, "modules_to_save": ["norm"]}),
 }
 """Kinds other than LoRA: peft's class, and its settings."""
+LEARNED_INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 6}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 18, "encoder_hidden_size": 24}),
+    "p-tuning by lstm": (
+        "PromptEncoderConfig",
+        {"num_virtual_tokens": 4, "encoder_hidden_size": 16, "encoder_reparameterization_type": "LSTM"},
+    ),
+    "cpt": ("CPTConfig", {"cpt_token_ids": [5, 7, 9], "cpt_tokens_type_mask": [1, 2, 3], "cpt_mask": [1, 1, 1]}),
+}
+"""Kinds that have no target modules."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
@@ -117,6 +127,8 @@ def write(folder: Path, base: Path, *, resized: int | None = None, kind: str = "
     settings = {"target_modules": LINEARS, "task_type": "CAUSAL_LM", **config}
     if kind == "LoraConfig":
         settings = {"r": 4, "lora_alpha": 8, **settings}
+    if kind in {each for each, _ in LEARNED_INPUTS.values()}:
+        del settings["target_modules"]
     adapted = peft.get_peft_model(model, getattr(peft, kind)(**settings))
     with torch.no_grad():
         for parameter in adapted.parameters():
@@ -164,6 +176,28 @@ def test_other_kinds_that_peft_writes_give_what_peft_computes(tmp_path: Path, fa
             assert plain.agrees(prompt, got, TIE), (name, plain.margins(prompt, got))
             same += unchanged.agrees(prompt, got, TIE)
     assert same <= 6, "the adapters make no difference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "granite"])
+def test_learned_inputs_that_peft_writes_give_what_peft_computes(tmp_path: Path, family: str) -> None:
+    base = write_checkpoint(family, tmp_path / "base")
+    models = {
+        name.replace(" ", "-"): write(tmp_path / name, base, kind=kind, **settings)
+        for name, (kind, settings) in LEARNED_INPUTS.items()
+    }
+    folders = {name: tmp_path / old for name, old in zip(models, LEARNED_INPUTS, strict=True)}
+    engine = make_engine(base, adapters=tuple(AdapterSpec(name, str(folders[name])) for name in models), num_blocks=80)
+    unchanged, same = Reference(base), 0
+    for name, model in models.items():
+        for i, prompt in enumerate(prompts(2)):
+            got = generate(engine, ask(f"{name} {i}", prompt, name))[f"{name} {i}"]
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + got[:-1]])).logits[0, -len(got) :]
+            short = logits.amax(-1) - logits.gather(1, torch.tensor(got).unsqueeze(1)).squeeze(1)
+            assert float(short.max()) <= TIE, (name, short)
+            same += unchanged.agrees(prompt, got, TIE)
+    assert same < 2 * len(models), "the adapters make no difference"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ class Work:
             with self._changed:
                 self.started.append(name)
                 self._changed.notify_all()
-            assert gate.wait(10)
+            assert gate.wait(100)
             job.interruptible(None)
             if killed.is_set():
                 raise Interrupted("killed")
@@ -45,12 +45,12 @@ class Work:
 
     def wait(self, count: int) -> list[str]:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.started) >= count, 10)
+            assert self._changed.wait_for(lambda: len(self.started) >= count, 100)
             return list(self.started)
 
     def finish(self, name: str, future: Future[Any]) -> None:
         self.gates[name].set()
-        assert future.result(10) == name
+        assert future.result(100) == name
 
 
 def test_owners_take_turns_and_have_one_running_each() -> None:
@@ -65,8 +65,8 @@ def test_owners_take_turns_and_have_one_running_each() -> None:
     assert set(work.wait(4)[2:]) == {"g1", "t0"}
     for gate in work.gates.values():
         gate.set()
-    assert third.future.result(10) == "t0"
-    assert [job.future.result(10) for job in greedy] == ["g0", "g1", "g2", "g3", "g4"]
+    assert third.future.result(100) == "t0"
+    assert [job.future.result(100) for job in greedy] == ["g0", "g1", "g2", "g3", "g4"]
 
 
 def test_what_waits_is_bounded_per_owner() -> None:
@@ -90,7 +90,7 @@ def test_a_job_is_dropped_or_interrupted_with_its_request() -> None:
     waiting.cancel()
     running.cancel()
     with pytest.raises(Interrupted):
-        running.future.result(10)
+        running.future.result(100)
     assert waiting.future.cancelled()
     after = work.submit("a", "after")
     assert work.wait(2) == ["running", "after"]

@@ -4,24 +4,58 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from llguidance import LLMatcher
 
+from penstock.engine.grammar import sandbox as sandboxes
 from penstock.engine.grammar.constraints import Constraints
 from penstock.engine.grammar.interface import GrammarError, GrammarTooComplex, Interrupted
 from penstock.engine.grammar.sandbox import GrammarSandbox, Limits, SandboxedCompiler
 from penstock.engine.request import GRAMMAR_REFUSED, Request, SamplingParams
 from tests.engine.grammar.tokens import VOCAB, VOCABULARY, compiler
+from tests.engine_host.client import eventually
 
 regex = LLMatcher.grammar_from_regex
 GOOD = regex(r"[0-9]{3}-[a-z]+")
 ENDLESS = regex("a?" * 100_000)
 """The attack: without limits 16 GB and minutes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """However little of its time a busy machine gives to a process that wants only what nobody else does."""
+    with patch.object(sandboxes, "_PATIENCE", 1e3):
+        yield
+
+
+class StoppedSandbox(GrammarSandbox):
+    """The first grammar is not tried before `go_on`: it takes as long as a test needs."""
+
+    child = 0
+
+    def go_on(self) -> None:
+        os.kill(self.child, signal.SIGCONT)
+
+    def _spawn(self, connection: socket.socket) -> int:
+        child = super()._spawn(connection)
+        if not self.child:
+            os.kill(child, signal.SIGSTOP)
+            self.child = child
+        return child
+
+
+@pytest.fixture
+def stopped() -> Iterator[StoppedSandbox]:
+    sandbox = StoppedSandbox(VOCABULARY, VOCAB, Limits(compile_s=0.5))
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +79,7 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(sandbox: Gramma
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused_with_the_limit() -> None:
-    sandbox = GrammarSandbox(VOCABULARY, VOCAB, Limits(memory=24 << 20))
+    sandbox = GrammarSandbox(VOCABULARY, VOCAB, Limits(compile_s=30, memory=24 << 20))
     try:
         with pytest.raises(GrammarTooComplex, match="more than 24 MiB of memory"):
             sandbox.try_out(regex("(x{1000}){1000}"))
@@ -54,9 +88,13 @@ def test_a_grammar_that_takes_too_much_memory_is_refused_with_the_limit() -> Non
         sandbox.close()
 
 
-def test_a_grammar_whose_masks_take_too_long_is_refused(sandbox: GrammarSandbox) -> None:
-    with pytest.raises(GrammarTooComplex, match="tokens that may come next"):
-        sandbox.try_out(regex("abc" * 25_000))
+def test_a_grammar_whose_masks_take_too_long_is_refused() -> None:
+    sandbox = GrammarSandbox(VOCABULARY, VOCAB, Limits(compile_s=30, mask_s=0.01))
+    try:
+        with pytest.raises(GrammarTooComplex, match="tokens that may come next"):
+            sandbox.try_out(regex("abc" * 25_000))
+    finally:
+        sandbox.close()
 
 
 def test_what_is_wrong_is_said(sandbox: GrammarSandbox) -> None:
@@ -74,26 +112,27 @@ class GrammarSandboxWithoutVocabulary(GrammarSandbox):
         self.close()
 
 
-def test_others_are_answered_while_one_is_tried(sandbox: GrammarSandbox) -> None:
+def test_others_are_answered_while_one_is_tried(stopped: StoppedSandbox) -> None:
     failed: list[BaseException] = []
 
     def attack() -> None:
         try:
-            sandbox.try_out(ENDLESS)
+            stopped.try_out(ENDLESS)
         except GrammarTooComplex as error:
             failed.append(error)
 
     attacker = threading.Thread(target=attack)
     attacker.start()
-    answered = 0
-    while attacker.is_alive():
-        sandbox.try_out(GOOD)
-        answered += 1
+    assert eventually(lambda: stopped.child)
+    for _ in range(4):
+        stopped.try_out(GOOD)
+    assert attacker.is_alive() and not failed
+    stopped.go_on()
     attacker.join()
-    assert failed and answered > 3
+    assert failed
 
 
-def test_a_trial_ends_when_nobody_waits_for_it(sandbox: GrammarSandbox) -> None:
+def test_a_trial_ends_when_nobody_waits_for_it(stopped: StoppedSandbox) -> None:
     kills: list[object] = []
 
     def interruptible(kill: object) -> None:
@@ -101,12 +140,9 @@ def test_a_trial_ends_when_nobody_waits_for_it(sandbox: GrammarSandbox) -> None:
         if callable(kill):
             threading.Timer(0.05, kill).start()
 
-    begun = time.monotonic()
     with pytest.raises(Interrupted):
-        sandbox.try_out(ENDLESS, interruptible)
-    assert time.monotonic() - begun < 5
+        stopped.try_out(ENDLESS, interruptible)
     assert kills[-1] is None
-    time.sleep(0.1)
 
 
 def test_a_sandbox_that_dies_is_started_again(sandbox: GrammarSandbox) -> None:
@@ -137,7 +173,7 @@ def test_the_engine_compiles_only_what_passed() -> None:
         assert constraints.opening == 4
         assert [request.request_id for request in constraints.expired(1.0)] == ["late"]
         found: dict[str, object] = {}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while constraints.opening and time.monotonic() < deadline:
             found |= {request.request_id: matcher for request, _, matcher in constraints.opened()}
             time.sleep(0.005)

@@ -41,6 +41,8 @@ MESSAGES = {
     "messages": "create parse count_tokens",
     "messages.batches": "create retrieve list cancel delete",
     "models": "list retrieve",
+    "files": "upload list retrieve_metadata delete download",
+    "beta.files": "upload list retrieve_metadata delete download",
     "beta.messages": "create parse count_tokens",
     "beta.messages.batches": "create retrieve list cancel delete",
     "beta.models": "list retrieve",

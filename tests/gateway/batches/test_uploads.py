@@ -207,7 +207,7 @@ async def test_deleting_lets_others_write(tmp_path: Path) -> None:
     # Where a gateway died meanwhile, the rest is swept.
     await database.execute("INSERT INTO upload_pieces VALUES ('p', 0, ?, ?)", upload.id, b"x")
     await database.execute("INSERT INTO file_pieces VALUES ('f', 0, ?)", b"x")
-    await database.execute("INSERT INTO files VALUES ('f', 't', 'a', 'assistants', 1, 0, 0, 0, '')")
+    await database.execute("INSERT INTO files VALUES ('f', 't', 'a', 'assistants', 1, 0, 0, 0, '', '')")
     await files.sweep()
     for table in ("upload_pieces", "file_pieces", "files"):
         assert not await database.fetch(f"SELECT 1 FROM {table}"), table

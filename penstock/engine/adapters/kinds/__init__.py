@@ -1,5 +1,5 @@
 """The kinds of adapters that PEFT trains, read as what the engine applies: matrices of low rank, vectors, norms, rows,
-and blocks that inputs are multiplied by.
+blocks that inputs are multiplied by, and virtual tokens before prompts.
 
 A kind whose change of the model can be written so is converted when an adapter is loaded, exactly: the rest of the
 engine knows LoRA only. Any other kind is refused by name, with what to do instead.
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from penstock.engine.adapters.end_tensors import VIRTUAL
 from penstock.engine.adapters.input_tensors import BLOCKS
 from penstock.engine.adapters.kinds import rules
 from penstock.engine.adapters.kinds.low_rank import LOW_RANK
 from penstock.engine.adapters.kinds.modules import Tensors
+from penstock.engine.adapters.kinds.prompts import PROMPTS
 from penstock.engine.adapters.kinds.refused import refusal
 from penstock.engine.adapters.kinds.renamed import RENAMED
 from penstock.engine.adapters.kinds.rotations import Rotations
@@ -42,9 +44,9 @@ class Kind(Protocol):
         ...
 
 
-KINDS: Mapping[str, Kind] = {**LOW_RANK, **RENAMED, "OFT": Rotations("OFT", rules.OFT)}
+KINDS: Mapping[str, Kind] = {**LOW_RANK, **RENAMED, **PROMPTS, "OFT": Rotations("OFT", rules.OFT)}
 """Other than LoRA, by `peft_type`."""
-_MADE = tuple(f".{name}" for name in (BLOCKS, FACTOR, ADDED))
+_MADE = tuple(f".{name}" for name in (BLOCKS, FACTOR, ADDED, VIRTUAL))
 """Names that tensors have here only once they are converted."""
 
 

@@ -12,14 +12,13 @@ _FULL = (
 )
 _TURNS = ("it multiplies matrices of the model, which no matrix of low rank stands for", _MERGE)
 _PROMPT = (
-    "it is no change of matrices, but learned inputs or keys and values of attention",
-    "train a LoRA (peft: LoraConfig), or trainable_token_indices with tokens that are written into prompts",
+    "it is no change of matrices, but keys and values of attention, or inputs that depend on a task's number",
+    "train a LoRA (peft: LoraConfig) or prompt tuning (peft: PromptTuningConfig)",
 )
 _ROUTED = ("it weighs several adapters for every token", "serve its LoRAs one by one")
 _NEW = ("its change of the model is not known here", _MERGE)
 _REFUSED: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"), _PROMPT),
-    **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE", "ADAPTION_PROMPT"), _PROMPT),
+    **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "CARTRIDGE", "ADAPTION_PROMPT"), _PROMPT),
     **dict.fromkeys(("XLORA", "POLY"), _ROUTED),
     **dict.fromkeys(("BOFT", "HRA", "PSOFT", "ROAD", "HIRA", "BONE"), _TURNS),
     **dict.fromkeys(("FOURIERFT", "WAVEFT", "C3A", "RANDLORA", "SHIRA", "GRALORA", "TINYLORA", "UNILORA"), _FULL),

@@ -92,4 +92,28 @@ OFT = _rules(
 IA3 = _rules("IA3", (), ("feedforward_modules", "init_ia3_weights"))
 BEFT = _rules("BEFT", (), ("init_weights",))
 LN_TUNING = _rules("LN tuning")
+
+
+def _prompt_rules(title: str, *inert: str) -> KeyRules:
+    """Of virtual tokens: peft's `PromptLearningConfig` has nothing of linears."""
+    return KeyRules(
+        reader=f"{title} adapters",
+        read={"peft_type", "num_virtual_tokens", "token_dim"},
+        limited={"num_transformer_submodules": (None, 1), "modules_to_save": (None, [])},
+        # How the rows came to be: they are stored as they are used.
+        inert={*_INERT, "num_attention_heads", "num_layers", *inert},
+        strict=True,
+    )
+
+
+PROMPT_TUNING = _prompt_rules(
+    "prompt tuning", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"
+)
+P_TUNING = _prompt_rules(
+    "p-tuning", "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers", "encoder_dropout"
+)
+CPT = _prompt_rules(
+    "CPT", "cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask", "opt_weighted_loss_type", "opt_loss_decay_factor",
+    "opt_projection_epsilon", "opt_projection_format_epsilon", "tokenizer_name_or_path",
+)  # fmt: skip
 TRAINABLE_TOKENS = _rules("trainable token", ("token_indices",), ("init_weights",))

@@ -85,7 +85,7 @@ class GraphExecutor(EagerExecutor):
                 further = adapters.further.captured()
                 self._expects_experts = any(site.experts for site in adapters.layout.sites)
                 self.further_graphs = self.graphs.with_adapters(further, adapters.kernel, Kind.FURTHER)
-            if adapters.altered is not None:
+            if adapters.altered is not None and adapters.model.captures_altered:
                 altered = adapters.altered.captured()
                 self.altered_graphs = self.graphs.with_adapters(altered, adapters.kernel, Kind.ALTERED)
             if adapters.narrow is not None:
@@ -200,7 +200,7 @@ class GraphExecutor(EagerExecutor):
         if not self.graphs.fits(batch):
             return None
         adapters = self._adapters
-        if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
+        if adapters is None or (not adapters.model.always and all(chunk.slot < 0 for chunk in batch.chunks)):
             return self.graphs
         if adapters.by_host(batch):
             return None

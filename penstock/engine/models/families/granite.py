@@ -34,6 +34,7 @@ def multiplied(raw: HFConfig) -> ConfigFields:
         raise CheckpointError("logits_scaling is 0, by which logits cannot be divided")
     return {
         "embedding_scale": number(raw, "embedding_multiplier") / residual,
+        "virtual_scale": number(raw, "embedding_multiplier") / residual,
         "rms_eps": number(raw, "rms_norm_eps") / residual**2,
         "attention_scale": number(raw, "attention_multiplier"),
         "logit_scale": 1 / logits,

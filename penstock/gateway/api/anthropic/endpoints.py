@@ -6,12 +6,14 @@ import msgspec
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request, rename_ignored
+from penstock.gateway.api.anthropic.documents import read_documents
 from penstock.gateway.api.anthropic.renderer import MessageRenderer
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.prompt_options import prompt_options
@@ -34,14 +36,16 @@ _count = RequestDecoder(CountTokensRequest)
 
 
 class MessageEndpoints:
-    def __init__(self, pipeline: GenerationPipeline) -> None:
+    def __init__(self, pipeline: GenerationPipeline, files: InputFiles) -> None:
         self._pipeline = pipeline
+        self._files = files
 
     async def create_message(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _messages(exchange, await exchange.body(settings.body_limit))
         identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
         limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens", clip=True)
+        await read_documents(exchange, self._files, request.messages)
         chat = chat_request(exchange, request)
         resumption = asked_for(exchange, stream=request.stream)
 
@@ -59,6 +63,7 @@ class MessageEndpoints:
     async def count_tokens(self, exchange: Exchange) -> None:
         pipeline = self._pipeline
         request = _count(exchange, await exchange.body(pipeline.settings.body_limit))
+        await read_documents(exchange, self._files, request.messages)
         with renamed(NAMES):
             chat = chat_request(exchange, request)
             check_tools(chat)

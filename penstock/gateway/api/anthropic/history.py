@@ -134,7 +134,8 @@ class History:
         if isinstance(block, DocumentBlock):
             if (text := self._document(block)) is None:
                 raise InvalidRequest(
-                    "Only documents whose `source` is `text` or `content` can be read here; send the text of others.",
+                    "Only documents whose `source` is `text`, `content`, `base64` or `file` can be read here; "
+                    "URLs are not fetched.",
                     param=f"{at}.source",
                     code="unsupported_parameter",
                 )

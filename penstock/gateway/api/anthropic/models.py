@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.gateway.app.decoding import decode_query
-from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.exchange import Exchange
 from penstock.protocol.errors import InvalidRequest
 
@@ -23,14 +22,6 @@ class ModelsQuery(msgspec.Struct, frozen=True):
     after_id: str | None = None
     before_id: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
-
-
-def from_anthropic(exchange: Exchange) -> bool:
-    """Whether a client of Anthropic's API asks; errors are then in its form too."""
-    if exchange.header(b"anthropic-version") is None:
-        return False
-    exchange.dialect = ANTHROPIC
-    return True
 
 
 def model_info(model: Described) -> dict[str, Any]:

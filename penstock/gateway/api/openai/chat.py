@@ -23,6 +23,7 @@ from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import message_text, strip_parts
 from penstock.gateway.generation.choice import AnyToken, Piece
 from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.logprobs import logprob_entries, prompt_entries
 from penstock.gateway.generation.older_functions import OLDER_NAMES, with_tools
 from penstock.gateway.generation.pipeline import GenerationPipeline
@@ -52,12 +53,14 @@ class ChatEndpoints:
         conversations: Conversations,
         server_tools: ToolAnswers,
         store: ChatStore | None,
+        files: InputFiles,
     ) -> None:
         """`store`: where completions with `store: true` are kept."""
         self._pipeline = pipeline
         self._conversations = conversations
         self._server_tools = server_tools
         self._store = store
+        self._files = files
 
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
@@ -67,6 +70,7 @@ class ChatEndpoints:
         _check(request)
         keep = self._keep(exchange, request)
         request = with_tools(request)
+        request = msgspec.structs.replace(request, messages=await self._files.chat(exchange, request.messages))
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(

@@ -18,6 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from penstock.conversations import Conversation, HeldConversation, Message, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import leading_system
+from penstock.gateway.api.openai.responses.input_files import with_file_texts
 from penstock.gateway.api.openai.responses.input_items import conversation_of
 from penstock.gateway.api.openai.responses.stored import ItemsQuery, page_of
 from penstock.gateway.api.openai.responses.tools import OfferedTools
@@ -26,6 +27,7 @@ from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.endpoints import ConversationQuery, owner_named, store_reached, unknown_conversation
 from penstock.gateway.generation.chat_messages import call_names, template_messages
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatMessage, Metadata
 from penstock.gateway.generation.stages import ContentFilter
@@ -69,7 +71,8 @@ _add = RequestDecoder(ItemsRequest)
 class ConversationItemEndpoints:
     """What `ConversationEndpoints` do not have: conversations made and changed by hand."""
 
-    def __init__(self, sessions: Sessions, content_filter: ContentFilter, body_limit: int) -> None:
+    def __init__(self, sessions: Sessions, content_filter: ContentFilter, body_limit: int, files: InputFiles) -> None:
+        self._files = files
         self._sessions = sessions
         self._content_filter = content_filter
         self._limit = body_limit
@@ -128,7 +131,8 @@ class ConversationItemEndpoints:
         history = msgspec.convert(before.since(0), list[ChatMessage])
         calls = call_names(before.since(0))
         with renamed(_NAMES):
-            said = conversation_of(exchange, items, history, OfferedTools(exchange, None))[len(history) :]
+            read = await with_file_texts(exchange, self._files, items)
+            said = conversation_of(exchange, read, history, OfferedTools(exchange, None))[len(history) :]
             messages = template_messages(said, calls)
         if messages:
             messages = await self._content_filter.messages(exchange, messages)

@@ -7,7 +7,8 @@ from typing import Any
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.accounting.request_limits import CapName
-from penstock.gateway.api.anthropic.models import from_anthropic, model_info, page
+from penstock.gateway.api.anthropic.models import model_info, page
+from penstock.gateway.app.dialect_choice import from_anthropic
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions

@@ -11,6 +11,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.remote_count import count_remote
@@ -51,6 +52,7 @@ class TokenEndpoints:
         tokenization: Tokenization,
         quotas: Quotas,
         body_limit: int,
+        files: InputFiles,
         *,
         request_templates: bool = False,
     ) -> None:
@@ -60,6 +62,7 @@ class TokenEndpoints:
         self._tokenization = tokenization
         self._quotas = quotas
         self._body_limit = body_limit
+        self._files = files
 
     async def tokenize(self, exchange: Exchange) -> None:
         request = _tokenize(exchange, await exchange.body(self._body_limit))
@@ -74,6 +77,8 @@ class TokenEndpoints:
                 raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
+        if request.messages is not None:
+            request.messages = await self._files.chat(exchange, request.messages)
         if request.model is not None:
             remote = self._permissions.remote(exchange, request.model)
             if remote is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.api.openai.responses.input_files import with_file_texts
 from penstock.gateway.api.openai.responses.input_items import chat_request, conversation_of, rename_ignored
 from penstock.gateway.api.openai.responses.item_ids import output_id
 from penstock.gateway.api.openai.responses.references import ResponseReferences
@@ -29,6 +30,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.choice import Piece
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.question import Question, chat_question
 from penstock.gateway.generation.renderer import Renderer
@@ -51,7 +53,8 @@ _decoder = RequestDecoder(CompactRequest)
 class CompactionEndpoints:
     """Summaries of conversations."""
 
-    def __init__(self, pipeline: GenerationPipeline, references: ResponseReferences) -> None:
+    def __init__(self, pipeline: GenerationPipeline, references: ResponseReferences, files: InputFiles) -> None:
+        self._files = files
         self._pipeline = pipeline
         self._references = references
 
@@ -63,7 +66,8 @@ class CompactionEndpoints:
         conversation = await self._references.earlier(exchange, asked.previous_response_id)
         if asked.input is not None:
             items = await self._references.resolved(exchange, asked.input)
-            conversation = conversation_of(exchange, items, conversation, tools)
+            read = await with_file_texts(exchange, self._files, items)
+            conversation = conversation_of(exchange, read, conversation, tools)
         if not conversation:
             raise InvalidRequest(
                 "There is nothing to compact: send `input`, `previous_response_id`, or both.", param="input"

@@ -13,6 +13,7 @@ from penstock.gateway.api.openai.responses.background_renderer import Background
 from penstock.gateway.api.openai.responses.background_run import BackgroundRun, background_run
 from penstock.gateway.api.openai.responses.file_search_loop import FileSearchLoop, SearchParts
 from penstock.gateway.api.openai.responses.file_search_renderer import FileSearchRenderer
+from penstock.gateway.api.openai.responses.input_files import with_file_texts
 from penstock.gateway.api.openai.responses.input_items import (
     chat_request,
     conversation_of,
@@ -37,6 +38,7 @@ from penstock.gateway.conversations.truncation import TruncatedTurn
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.question import Question, chat_question
@@ -78,8 +80,10 @@ class ResponseEndpoints:
         background: BackgroundResponses | None,
         searches: FileSearches,
         search_parts: SearchParts,
+        files: InputFiles,
     ) -> None:
         """`background`: generates responses without a client; None where none are stored."""
+        self._files = files
         self._searches = searches
         self._search_parts = search_parts
         self._pipeline = pipeline
@@ -114,7 +118,8 @@ class ResponseEndpoints:
             else:
                 earlier = await self._references.earlier(exchange, request.previous_response_id)
             items = await self._references.resolved(exchange, request.input)
-            conversation = conversation_of(exchange, items, earlier, tools)
+            read = await with_file_texts(exchange, self._files, items)
+            conversation = conversation_of(exchange, read, earlier, tools)
             included = (LOGPROBS, SEALED) if tools.file_search is None else (LOGPROBS, SEALED, SEARCH_RESULTS)
             for name in request.include or ():
                 if name not in included:  # other items that could be included are never made here
@@ -167,7 +172,8 @@ class ResponseEndpoints:
         conversation = list(earlier)
         if asked.input is not None:
             items = await self._references.resolved(exchange, asked.input)
-            conversation = conversation_of(exchange, items, earlier, tools)
+            read = await with_file_texts(exchange, self._files, items)
+            conversation = conversation_of(exchange, read, earlier, tools)
         with renamed(_NAMES):
             chat = chat_request(asked.request(), conversation, tools)
             check_tools(chat)

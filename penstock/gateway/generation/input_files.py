@@ -1,0 +1,245 @@
+"""Files that a request hands to the model: of /v1/files by their id, or in the request itself. Their text, under their
+name, becomes part of the message, and is counted like everything else that the message says.
+
+Invariant: a request reads at most as many bytes of files as a body may have, from at most `MOST_FILES` files, and only
+those of its own tenant (and of its user, with a user's key). What is neither text nor a PDF is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.uploads import UploadSlots
+from penstock.gateway.generation.request_decoder import RequestDecoder
+from penstock.gateway.generation.schemas import ChatMessage
+from penstock.knowledge.entities import UnreadableDocument
+from penstock.knowledge.readers import decoded
+from penstock.knowledge.readers.media import PDF
+from penstock.knowledge.readers.process import ReaderProcess
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.storage import DatabaseError
+
+MOST_FILES = 100
+"""Of one request."""
+READABLE = "text in UTF-8 (plain, Markdown, CSV, JSON, HTML, code) and PDF"
+LONGEST_NAME = 256
+_PDF_MARK = b"%PDF-"
+_HERE = 64 * 1024
+"""Bytes that are decoded without a thread."""
+
+
+class StoredFile(Protocol):
+    """A file without its content."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def filename(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+class Files(Protocol):
+    """The files of all tenants."""
+
+    async def get(self, id: str, tenant: str, user: str | None = None) -> StoredFile | None: ...
+
+    def pieces_of_any(self, id: str) -> AsyncIterator[bytes]: ...
+
+
+class FileContent(Struct, forbid_unknown_fields=True, kw_only=True):
+    file_id: str | None = None
+    file_data: str | None = None
+    """In base64, alone or as a data URL."""
+    filename: str | None = None
+
+
+class FilePart(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A file among the parts of a chat message."""
+
+    type: Literal["file"]
+    file: FileContent
+
+
+class UnreadableFile(InvalidRequest):
+    """A file that no model here can read."""
+
+    code = "unsupported_file"
+
+
+@dataclass(frozen=True, slots=True)
+class FileText:
+    """What a model reads of a file."""
+
+    name: str
+    text: str
+
+    def part(self) -> str:
+        """The file as a part of a message; what follows begins on a line of its own."""
+        return f"File {self.name}:\n{self.text}\n\n"
+
+
+_part = RequestDecoder(FilePart)
+
+
+class InputFiles:
+    """Reads the files of requests."""
+
+    def __init__(self, files: Files | None, limit: int) -> None:
+        """`files`: None where the gateway keeps none. `limit`: bytes that one request may read."""
+        self._files = files
+        self._limit = limit
+        self._slots = UploadSlots()
+        """Apart from those of uploads: a document that takes long to read holds up none of them."""
+        self._reader = ReaderProcess()
+
+    async def close(self) -> None:
+        await self._reader.close()
+
+    @asynccontextmanager
+    async def reading(self, exchange: Exchange) -> AsyncIterator[FileReading]:
+        """For the files of one request. Take it only where there are some: it may have to wait."""
+        async with self._slots.slot(exchange.caller.tenant):
+            yield FileReading(exchange, self._files, self._reader, self._limit)
+
+    async def chat(self, exchange: Exchange, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Messages of a chat, with the text of files in their place."""
+        if not any(_is_file(part) for message in messages for part in _parts(message)):
+            return list(messages)
+        read: list[ChatMessage] = []
+        async with self.reading(exchange) as files:
+            for index, message in enumerate(messages):
+                parts = list(_parts(message))
+                for place, part in enumerate(parts):
+                    if _is_file(part):
+                        at = f"messages[{index}].content[{place}]"
+                        if message.role != "user":
+                            raise InvalidRequest("Files go into messages of the user.", param=f"{at}.type")
+                        content = _part(exchange, msgspec.json.encode(part), at).file
+                        found = await files.one(
+                            f"{at}.file", id=content.file_id, data=content.file_data, name=content.filename
+                        )
+                        parts[place] = {"type": "text", "text": found.part()}
+                read.append(msgspec.structs.replace(message, content=parts) if parts else message)
+        return read
+
+
+class FileReading:
+    """The files of one request."""
+
+    def __init__(self, exchange: Exchange, files: Files | None, reader: ReaderProcess, limit: int) -> None:
+        self._exchange = exchange
+        self._files = files
+        self._reader = reader
+        self._limit = limit
+        self._count = self._size = 0
+
+    async def one(
+        self,
+        at: str,
+        *,
+        id: str | None = None,
+        data: str | None = None,
+        url: str | None = None,
+        name: str | None = None,
+    ) -> FileText:
+        """The file that exactly one of `id`, `data` and `url` says."""
+        if url is not None:
+            raise InvalidRequest(
+                "Files are not fetched from URLs here: send the file to /v1/files and name it by `file_id`, or send "
+                "its content in base64.",
+                param=f"{at}.file_url",
+                code="unsupported_parameter",
+            )
+        if (id is None) == (data is None):
+            raise InvalidRequest(f"`{at}` needs either `file_id` or `file_data`.", param=at)
+        if id is not None:
+            return await self.stored(id, f"{at}.file_id", name)
+        assert data is not None
+        return await self.sent(data, f"{at}.file_data", name)
+
+    async def stored(self, id: str, at: str, name: str | None = None) -> FileText:
+        """A file of the caller; 404 where it has no such file. `name`: another than it has."""
+        if self._files is None:
+            raise ServiceUnavailable("This gateway has no store for files.")
+        caller = self._exchange.caller
+        try:
+            found = None if "\0" in id else await self._files.get(id, caller.tenant, caller.only_user)
+            if found is None:
+                raise NotFound(f"There is no file `{id[:128]}`.", param=at, code="file_not_found")
+            self._add(found.bytes, at)
+            body = b"".join([piece async for piece in self._files.pieces_of_any(found.id)])
+        except DatabaseError as error:
+            raise ServiceUnavailable("The store of files is unavailable at the moment.") from error
+        self._exchange.body_size += len(body)  # as if the client had sent it
+        return await self._read(body, name or found.filename, at)
+
+    async def sent(self, data: str, at: str, name: str | None = None, media_type: str = "") -> FileText:
+        """A file in base64, which is part of the request."""
+        if data.startswith("data:"):
+            head, _, data = data.partition(",")
+            if not head.endswith(";base64"):
+                raise InvalidRequest(f"`{at}` must be base64, alone or as a data URL.", param=at)
+            media_type = media_type or head.removeprefix("data:").partition(";")[0]
+        self._add(len(data) * 3 // 4, at)
+        try:
+            body = await _somewhere(len(data), base64.b64decode, data, None, True)
+        except (binascii.Error, ValueError):
+            raise InvalidRequest(f"`{at}` is not base64.", param=at) from None
+        return await self._read(body, name or ("file.pdf" if media_type == PDF else "file"), at)
+
+    def _add(self, size: int, at: str) -> None:
+        self._count += 1
+        if self._count > MOST_FILES:
+            raise InvalidRequest(f"A request has at most {MOST_FILES} files.", param=at)
+        self._grow(size, at)
+
+    def _grow(self, size: int, at: str) -> None:
+        self._size += size
+        if self._size > self._limit:
+            raise InvalidRequest(
+                f"The files of this request have {self._size:,} bytes or more; {self._limit:,} are allowed "
+                "(`server.body_limit`). Put large documents into a vector store and search them with `file_search`.",
+                param=at,
+                code="file_too_large",
+            )
+
+    async def _read(self, body: bytes, name: str, at: str) -> FileText:
+        name = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())[:LONGEST_NAME]
+        pdf = body[:1024].lstrip().startswith(_PDF_MARK)
+        try:
+            if pdf:
+                text = await self._reader.text(body, PDF)
+                self._grow(max(0, len(text) - len(body)), at)
+            else:
+                text = await _somewhere(len(body), decoded, body)
+        except UnreadableDocument as error:
+            if pdf:
+                raise UnreadableFile(f"The file `{name}` cannot be read: {error}", param=at) from None
+            raise UnreadableFile(
+                f"The file `{name}` cannot be read: it is not text. Models here read {READABLE}.", param=at
+            ) from None
+        return FileText(name or "file", text)
+
+
+async def _somewhere(size: int, work: Any, *about: Any) -> Any:
+    """`work`, in a thread if it takes a while."""
+    return work(*about) if size <= _HERE else await asyncio.to_thread(work, *about)
+
+
+def _parts(message: ChatMessage) -> Sequence[dict[str, Any]]:
+    return message.content if isinstance(message.content, list) else ()
+
+
+def _is_file(part: dict[str, Any]) -> bool:
+    return part.get("type") == "file"

@@ -1,0 +1,277 @@
+"""Prompt tuning, p-tuning and CPT: stored rows of embeddings before every prompt, as virtual tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
+from penstock.engine.core import Engine
+from penstock.engine.kv.block_hash import block_names
+from penstock.engine.request import Request, SamplingParams
+from tests.engine.adapters.company import (
+    TIGHT,
+    assert_same_in_company,
+    assert_same_in_deterministic_company,
+    one_by_one,
+)
+from tests.engine.adapters.files import write_adapter
+from tests.engine.adapters.test_end_rows import failure
+from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
+from tests.engine.harness import assert_idle, drain, generate, make_engine
+from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.tiny import Reference, write_checkpoint
+
+OWN = 199
+COUNTS = {"tuned": 5, "encoded": 21, "cpt": 3}
+"""Virtual tokens of each adapter: less than a block, more, and one of another kind."""
+TYPES = {"tuned": "PROMPT_TUNING", "encoded": "P_TUNING", "cpt": "CPT"}
+
+
+def write_prompt(folder: Path, base: Path, name: str, *, seed: int = 0, spread: float = 1.0, **config: Any) -> Path:
+    """A random adapter of virtual tokens for the checkpoint in `base`, as PEFT saves one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    embedding = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    count, hidden = COUNTS[name], embedding.shape[1]
+    noise = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
+    save_file({"prompt_embeddings": noise * embedding.std() * spread}, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": TYPES[name], "task_type": "CAUSAL_LM", "num_virtual_tokens": count, "token_dim": hidden,
+        "num_transformer_submodules": 1, "num_attention_heads": 4, "num_layers": 2, "inference_mode": True,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, **config}))
+    return folder
+
+
+class Prefixed(Reference):
+    """What the library computes behind rows that it is given."""
+
+    def __init__(self, base: Path, adapter: Path) -> None:
+        super().__init__(base)
+        self.rows = load_file(adapter / "adapter_model.safetensors")["prompt_embeddings"]
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        embedded = self.model.get_input_embeddings()(torch.tensor([tokens]))
+        logits: torch.Tensor = self.model(inputs_embeds=torch.cat((self.rows[None], embedded), dim=1)).logits
+        return logits[0, len(self.rows) :]
+
+    @torch.inference_mode()
+    def margins(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        logits = self._logits(prompt + output[:-1])[len(prompt) - 1 :]
+        return logits.amax(-1) - logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        return self._logits(tokens).float().log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-mqa-tied", tmp_path_factory.mktemp("virtual") / "base")
+
+
+@pytest.fixture(scope="module")
+def specs(base: Path) -> tuple[AdapterSpec, ...]:
+    """With a LoRA among them."""
+    folders = {name: write_prompt(base.parent / name, base, name, seed=seed) for seed, name in enumerate(COUNTS)}
+    folders["lora"] = write_adapter(base.parent / "lora", base, rank=4)
+    return tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items())
+
+
+def mixed(count: int = 10) -> list[Request]:
+    names = ["tuned", "", "encoded", "lora", "cpt"]
+    return [ask(f"r{i}", prompt, names[i % 5], 8) for i, prompt in enumerate(prompts(count))]
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path, specs: tuple[AdapterSpec, ...]) -> dict[str, list[int]]:
+    return one_by_one(make_engine(base, adapters=specs), mixed())
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama-mqa-tied",
+        "granite",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "falcon-h1", "qwen3-next")),
+    ],
+)
+def test_answers_are_those_behind_the_rows(tmp_path: Path, family: str) -> None:
+    base = write_checkpoint(family, tmp_path / "base")
+    plain, different = Reference(base), 0
+    tie = 0.1 if family == "falcon-h1" else TIE  # its multipliers make rounding coarser
+    folders = {name: write_prompt(tmp_path / name, base, name, seed=3, spread=2.0) for name in ("tuned", "encoded")}
+    engine = make_engine(base, adapters=tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items()))
+    assert engine.info.vocab_size == plain.model.config.vocab_size + COUNTS["encoded"]
+    for name, folder in folders.items():
+        reference = Prefixed(base, folder)
+        for i, prompt in enumerate(prompts(2)):
+            got = generate(engine, ask(f"{name} {i}", prompt, name, 6))[f"{name} {i}"]
+            assert reference.agrees(prompt, got, tie), (name, reference.margins(prompt, got))
+            different += not plain.agrees(prompt, got, tie)
+    assert different, "the rows make no difference"
+    assert_idle(engine)
+
+
+def test_in_company_each_request_gets_what_it_gets_alone(
+    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
+) -> None:
+    """Prompts in chunks that end among the virtual tokens, too."""
+    assert_same_in_company(base, specs, mixed(), alone, TIGHT | {"num_blocks": 30})
+
+
+@pytest.mark.slow
+def test_in_deterministic_company_too(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    assert_same_in_deterministic_company(base, specs, mixed())
+
+
+@pytest.mark.parametrize("grid", [(2, 2), pytest.param((1, 3), marks=pytest.mark.slow)], ids=str)
+def test_ranks_give_the_same(
+    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]
+) -> None:
+    with threaded_engine(base, *grid, adapters=specs, token_budget=16) as engine:
+        assert generate(engine, *mixed()) == alone
+
+
+@pytest.mark.slow
+def test_with_a_draft_model_too(base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]) -> None:
+    """It knows no virtual tokens: their sequences get no drafts."""
+    settings: dict[str, Any] = {"speculation": "draft", "draft_model": str(base), "num_blocks": 60, "block_size": 4}
+    engine = eager_engine(base, adapters=specs, token_budget=24, **settings)
+    assert generate(engine, *mixed()) == alone
+    assert engine.speculation is not None and not engine.speculation.broken
+    assert engine.load_snapshot().draft_tokens > 0
+
+
+def first_delta(engine: Engine, request: Request) -> Any:
+    engine.submit(request)
+    return next(delta for delta in drain(engine) if delta.cached_tokens is not None)
+
+
+def test_what_clients_are_told_leaves_them_out(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    """Cached tokens, log-probabilities of the prompt, limits and penalties: all of the prompt as it was sent."""
+    engine = make_engine(base, adapters=specs, block_size=4, token_budget=12)
+    prompt = [(11 * i) % OWN for i in range(18)]
+    greedy = SamplingParams(max_tokens=5, temperature=0.0)
+    assert first_delta(engine, Request("a", prompt, greedy, adapter="encoded")).cached_tokens == 0
+    again = first_delta(engine, Request("b", prompt, greedy, adapter="encoded"))
+    known = (len(prompt) + 21 - 1) // 4 * 4
+    assert again.cached_tokens == known - 21
+    assert first_delta(engine, Request("c", prompt[:2], greedy, adapter="encoded")).cached_tokens == 0
+    for other in ("tuned", ""):
+        assert first_delta(engine, Request(f"d{other}", prompt, greedy, adapter=other)).cached_tokens == 0
+    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+    reference = Prefixed(base, Path(specs[1].source)).logprobs(prompt)
+    found = first_delta(engine, Request("e", prompt, scored, adapter="encoded")).prompt_logprobs
+    assert len(found) == len(prompt) and found[0] is None
+    expected = [float(reference[at, token]) for at, token in enumerate(prompt[1:])]
+    assert [each.logprob for each in found[1:]] == pytest.approx(expected, abs=2e-3)
+    penalized = SamplingParams(max_tokens=6, temperature=0.0, repetition_penalty=5.0, presence_penalty=1.0)
+    got = generate(engine, Request("f", prompt, penalized, adapter="encoded"))["f"]
+    assert len(got) == 6 and not set(got) & set(prompt) and max(got) < OWN
+    assert_idle(engine)
+
+
+def test_the_context_window_holds_them_too(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    engine = make_engine(base, adapters=specs, max_model_len=40)
+    for _ in range(2):  # before it is loaded, and after
+        engine.submit(Request("long", [3] * 19, SamplingParams(max_tokens=9), adapter="encoded"))
+        (delta,) = drain(engine)
+        assert delta.error == (
+            "the adapter cannot be used: with its virtual tokens the request has 40 tokens; with at least one to "
+            "generate, at most 39 fit"
+        )
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    assert len(generate(engine, Request("fits", [3] * 15, params, adapter="encoded"))["fits"]) == 4
+    assert len(generate(engine, Request("base", [3] * 15, params))["base"]) == 25
+
+
+def test_prompts_cannot_name_them(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    engine = make_engine(base, adapters=specs)
+    for _ in range(2):
+        engine.submit(ask("named", [5, OWN], "tuned"))
+        assert any("does not have all of the prompt's" in (delta.error or "") for delta in drain(engine))
+
+
+def test_they_can_be_loaded_later_where_there_is_room(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    found: list[AdapterStatus] = []
+    for room in (0, 21):
+        engine = make_engine(base, adapter_slots=2, adapter_tokens=room)
+        assert engine.adapters is not None
+        engine.adapters.load(AdapterSpec("later", specs[1].source), found.append)
+        while len(found) < (1 if not room else 2):
+            engine.step()
+    assert "puts 21 virtual tokens before prompts; set adapter_tokens: 21 or more" in found[0].error
+    assert (found[1].state, found[1].kind, found[1].error) == ("ready", "p-tuning", "")
+    prompt = prompts(1)[0]
+    got = generate(engine, ask("later", prompt, "later", 6))["later"]
+    assert Prefixed(base, Path(specs[1].source)).agrees(prompt, got, TIE)
+
+
+def test_steps_behind_them_are_those_of_the_model(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    """Recorded, as without any adapter: only what computes virtual tokens knows of them."""
+    engine = make_engine(base, adapters=specs, token_budget=8)
+    assert engine.runner.adapters is not None
+    seen: list[tuple[int, int]] = []
+    begin = engine.runner.adapters.begin
+
+    def noted(batch: Any) -> Any:
+        seen.extend((chunk.start, chunk.slot) for chunk in batch.chunks)
+        return begin(batch)
+
+    engine.runner.adapters.begin = noted  # type: ignore[method-assign]
+    generate(engine, ask("long", [7] * 20, "encoded", 4))
+    assert {start < 21 for start, _ in seen} == {True, False}
+    assert all((start < 21) is (slot >= 0) for start, slot in seen)
+
+
+def test_names_of_blocks_begin_with_them(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    """For engines that hand blocks over."""
+    engine = make_engine(base, adapters=specs, block_size=4, role="decode")
+    generate(engine, ask("first", [3, 4], "tuned", 2))
+    assert engine.exchange is not None and engine.adapters is not None
+    request = ask("next", [9] * 12, "tuned", 2)
+    version = engine.adapters.version("tuned")
+    assert version is not None and engine.exchange.virtual(request) == 5
+    expected = block_names([*range(OWN, OWN + 5), *[9] * 11], 4, "", version)
+    assert engine.exchange.names(request) == expected and len(expected) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_virtual_tokens": 4}, "prompt_embeddings is (5, 64), and adapter_config.json says (4, 64)"),
+        ({"num_virtual_tokens": 0}, "num_virtual_tokens must be a positive integer"),
+        ({"token_dim": None, "num_transformer_submodules": 2}, "num_transformer_submodules is 2"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "peft_type MULTITASK_PROMPT_TUNING is not supported"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused(base: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    assert words in failure(base, write_prompt(tmp_path / "odd", base, "tuned", **change), adapter_tokens=32)
+
+
+def test_rows_of_another_model_are_refused(base: Path, tmp_path: Path) -> None:
+    folder = write_prompt(tmp_path / "odd", base, "tuned", token_dim=32)
+    save_file({"prompt_embeddings": torch.ones(5, 32)}, folder / "adapter_model.safetensors")
+    assert "rows of the model's embed_tokens have 64 numbers" in failure(base, folder)
+    save_file({"other": torch.ones(5, 64)}, folder / "adapter_model.safetensors")
+    assert "has no prompt_embeddings" in failure(base, folder)
+
+
+@pytest.mark.slow
+def test_random_prompts_of_all_lengths(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
+    """Whatever the length of the first chunk: it may end before, at and behind the last virtual token."""
+    rng = random.Random(5)
+    requests = [ask(f"n{n}", [rng.randrange(OWN) for _ in range(n)], "encoded", 3) for n in (1, 2, 3, 11)]
+    expected = one_by_one(make_engine(base, adapters=specs), requests)
+    for budget in (7, 20, 21, 22):
+        engine = make_engine(base, adapters=specs, token_budget=budget, max_running=min(4, budget))
+        assert generate(engine, *requests) == expected, budget
