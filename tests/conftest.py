@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx._config
 import httpx._transports.default
+import httpx2._config
 import httpx2._transports.default
 import hypothesis
 import pytest
@@ -102,6 +104,10 @@ settings.load_profile("same")
 # Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
 for transport in (httpx._transports.default, httpx2._transports.default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+
+# Five seconds, unless said otherwise, are too few for a server on a busy machine.
+for default in (httpx._config.DEFAULT_TIMEOUT_CONFIG, httpx2._config.DEFAULT_TIMEOUT_CONFIG):
+    default.connect = default.read = default.write = default.pool = 120.0
 
 # All commands are built anew for each one that is run.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)

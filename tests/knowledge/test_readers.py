@@ -219,7 +219,7 @@ def test_every_document_is_read_in_linear_time(name: str) -> None:
         gc.enable()
     # Four times as much takes about four times as long, not sixteen times.
     assert took[1] < 9 * took[0] + 0.1, took
-    assert took[1] < 5, took
+    assert took[1] < 30, took
 
 
 async def test_documents_of_too_many_chunks_are_refused() -> None:
