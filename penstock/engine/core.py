@@ -33,7 +33,7 @@ from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.admission import Admission
 from penstock.engine.batch import Batch
 from penstock.engine.config import SAVE_S, EngineConfig
-from penstock.engine.grammar import progress
+from penstock.engine.emission import Emission
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.kv.erasure import Erasure
 from penstock.engine.kv.exchange import BlockExchange
@@ -46,7 +46,6 @@ from penstock.engine.request import (
     DeviceLoad,
     EngineInfo,
     EngineLoad,
-    FinishReason,
     Request,
     StepOutput,
 )
@@ -130,17 +129,16 @@ class Engine:
         self._admission = Admission(
             scheduler, self._constraints, vocab_size=info.vocab_size, max_waiting=config.max_waiting
         )
+        self._emission = Emission(scheduler, lambda: self.clock(), self._forget)
         self._restarts = None if ranks is None else RankRestarts(ranks, self._start_over)
         self._recovery = Recovery(
             scheduler,
             runner.backend.memory,
             config.block_size,
             self._drain,
-            lambda seq, why: self._finish(seq, "error", why),
+            lambda seq, why: self._emission.finish(seq, "error", why),
         )
         self._in_flight: deque[PendingStep] = deque()
-        self._deltas: list[Delta] = []
-        self._generation_tokens = 0
         self._last_landed = 0.0
         self._lead = Lead()
         self._lingers = self._depth == 1 and not self._pipelined and speculation is None
@@ -192,13 +190,13 @@ class Engine:
         waiting = self.scheduler.has_work or self._constraints.opening > 0
         waiting = waiting or (self.adapters is not None and self.adapters.busy)
         waiting = waiting or (self._restarts is not None and self._restarts.due)
-        return waiting or bool(self._in_flight) or bool(self._deltas)
+        return waiting or bool(self._in_flight) or bool(self._emission.deltas)
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never run is answered with an error delta."""
         refusal = self._admission.submit(request, self.clock())
         if refusal is not None:
-            self._deltas.append(refusal)
+            self._emission.deltas.append(refusal)
 
     @property
     def adapters(self) -> AdapterPool | None:
@@ -210,15 +208,15 @@ class Engine:
         if self.adapters is None:
             raise ConfigError(NO_ADAPTERS)
         for seq in self.adapters.unload(name):
-            self._finish(seq, "error", f"{ADAPTER_UNKNOWN} {name!r} any more")
+            self._emission.finish(seq, "error", f"{ADAPTER_UNKNOWN} {name!r} any more")
 
     def abort(self, request_id: str) -> None:
         """Stop a request and free its blocks now. Unknown or finished ids are ignored."""
         seq = self.scheduler.get(request_id)
         if seq is not None:
-            self._finish(seq, "abort")
+            self._emission.finish(seq, "abort")
         elif self._constraints.cancel(request_id):
-            self._deltas.append(Delta(request_id, finish_reason="abort"))
+            self._emission.deltas.append(Delta(request_id, finish_reason="abort"))
 
     def step(self) -> StepOutput | None:
         """Launch the next step and collect what is due. None when there is nothing to report."""
@@ -238,7 +236,7 @@ class Engine:
     def _step(self) -> StepOutput | None:
         now = self.clock()
         if self._constraints.opening:
-            self._deltas.extend(self._admission.take_grammars(now))
+            self._emission.deltas.extend(self._admission.take_grammars(now))
         self._expire(now)
         if self.adapters is not None:
             self._take_adapters(self.adapters, now)
@@ -251,7 +249,7 @@ class Engine:
         depth = 0 if waits else self._depth
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
-        if not self._deltas:
+        if not self._emission.deltas:
             if batch is None and not self._in_flight:
                 if self.scheduler.recalling:
                     time.sleep(_DISK_WAIT_S)
@@ -261,14 +259,13 @@ class Engine:
         return self._output()
 
     def _output(self) -> StepOutput | None:
-        if not self._deltas:
+        if not self._emission.deltas:
             return None
-        deltas, self._deltas = self._deltas, []
-        return StepOutput(deltas, self.load_snapshot())
+        return StepOutput(self._emission.take(), self.load_snapshot())
 
     def _expire(self, now: float) -> None:
         for seq in self.scheduler.expired(now):
-            self._finish(seq, "timeout")
+            self._emission.finish(seq, "timeout")
 
     def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
         """Use a moment without work for what makes later steps faster, for a twentieth of a second or so; False when
@@ -281,7 +278,7 @@ class Engine:
         there is nothing to gain, and as soon as the device is done: how long a step takes is only an estimate."""
         if not self._lingers or len(self._in_flight) != 1 or self.scheduler.waiting:
             return 0.0
-        if self._constraints.opening or self._deltas or self._in_flight[0].done:
+        if self._constraints.opening or self._emission.deltas or self._in_flight[0].done:
             return 0.0
         return self._lead.spare_s(self.clock())
 
@@ -318,7 +315,7 @@ class Engine:
         for request_id in self.scheduler.live:
             self.abort(request_id)
         self._drain()
-        self._deltas.clear()
+        self._emission.deltas.clear()
         self.persistence.flush(limit_s, self.clock, hurry)
 
     def load_snapshot(self) -> EngineLoad:
@@ -332,7 +329,7 @@ class Engine:
             steps=self.steps,
             step_tokens=self._step_tokens,
             prompt_tokens=self._admission.prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            generation_tokens=self._emission.generation_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
@@ -352,7 +349,7 @@ class Engine:
 
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
-        self.steps = self._step_tokens = self._admission.prompt_tokens = self._generation_tokens = 0
+        self.steps = self._step_tokens = self._admission.prompt_tokens = self._emission.generation_tokens = 0
         self.scheduler.reset_counters()
         self._lead = Lead()
         self.forget_caches()
@@ -394,7 +391,7 @@ class Engine:
         ready, failed = adapters.poll(now)
         self.scheduler.resume(ready)
         for seq, why in failed:
-            self._finish(seq, "error", why)
+            self._emission.finish(seq, "error", why)
 
     def _launch(self, batch: Batch, began: float) -> None:
         with self._recovery.of(batch):
@@ -425,78 +422,22 @@ class Engine:
             if step.sampling is not None:
                 return  # it raised
         asked = self.clock()
-        done = step.wait()
+        sampled = step.wait()
         now = self.clock()
         self.scheduler.landed(step.batch, step.took(now - max(step.begun_at, self._last_landed)))
         self._last_landed = now
         self._lead.landed(blocked=now - asked > _NO_WAIT_S, now=now)
         self.steps += 1
         self._step_tokens += step.batch.num_tokens
-        for chunk, tokens, logprobs in done:
-            seq = chunk.seq
-            if seq.finish_reason is not None:
-                continue  # aborted, expired or stopped while this step was in flight
-            seq.pending -= 1
-            if seq.thought is not None:
-                problem = progress.think(seq, tokens)
-            else:
-                problem = None if seq.matcher is None else progress.advance(seq, tokens[0])
-            if problem is not None:
-                self._finish(seq, "error", problem)
-                continue
-            reason = progress.append(seq, tokens)
-            if seq.thought is not None:
-                progress.follow(seq)
-            if chunk.drafts and seq.row >= 0:
-                # What was computed behind a rejected draft token will be overwritten.
-                seq.computed = chunk.start + len(tokens)
-                if chunk.writes:
-                    self.scheduler.allocator.settle(seq, chunk.start, len(tokens))
-            self._generation_tokens += len(tokens)
-            delta = Delta(seq.id, tokens)
-            self._deltas.append(delta)
-            if logprobs is not None:
-                delta.logprobs = logprobs[: len(tokens)]
-            if not seq.started:
-                self._introduce(seq, delta)
-            if self.speculation is not None:
-                self.speculation.learn(chunk, tokens)
-            if reason is not None:
-                if seq.row >= 0:
-                    self.scheduler.allocator.publish(seq)
-                self._end(seq, delta, reason)
+        self._emission.emit(sampled, self.speculation)
         if self.speculation is not None:
             self.speculation.step_done(step.batch)
             if not self.scheduler.has_work:
                 self.speculation.pause()
 
-    def _end(self, seq: Sequence, delta: Delta, reason: FinishReason) -> None:
-        delta.finish_reason = reason
-        if seq.first_token is not None:
-            delta.decode_s = self.clock() - seq.first_token
-        self._retire(seq, reason)
-
-    def _retire(self, seq: Sequence, reason: FinishReason) -> None:
-        """A sequence is over: its blocks are free at once."""
-        seq.finish_reason = reason
-        self.scheduler.finish(seq)
+    def _forget(self, seq: Sequence) -> None:
         if self.speculation is not None:
             self.speculation.forget(seq)
-
-    def _introduce(self, seq: Sequence, delta: Delta) -> None:
-        """Fill in what only a request's first delta carries."""
-        seq.started = True
-        delta.cached_tokens = max(0, (seq.cached_tokens or 0) - seq.virtual)
-        delta.prompt_logprobs = seq.prompt_logprobs
-        seq.first_token = now = self.clock()
-        if seq.first_scheduled is not None:
-            delta.queue_s = seq.first_scheduled - seq.arrived
-            delta.prefill_s = now - seq.first_scheduled
-
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        delta = Delta(seq.id, error=error)
-        self._end(seq, delta, reason)
-        self._deltas.append(delta)
 
     def _start_over(self, lost: str) -> None:
         """A rank is gone, and the caches with it: all sequences are computed again."""

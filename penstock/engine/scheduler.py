@@ -18,40 +18,31 @@ row and its blocks then, a part of the copies goes with every step of the others
 With speculation a decode may carry draft tokens behind its last real one. They take only budget, blocks and positions
 that no other sequence needs in this step.
 
-In a pipeline several steps are in flight, one for each stage (`batches`). A sequence is in at most one of them that
-samples, since the next needs its token; so running sequences take turns, and what there is to compute is divided
-evenly: a step larger than the others makes all stages wait for it, one after the other. The chunks of a long prompt
-follow each other in flight: a chunk needs the keys and values of those before it, which every stage computes in order.
+In a pipeline running sequences take turns: each step has a part of them (`turns`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.engine.batch import Batch, Chunk
 from penstock.engine.kv.allocator import BlockAllocator, Found
 from penstock.engine.pace import Pace, PromptBudget
-from penstock.engine.request import EngineLoad, Request
-from penstock.engine.restores import MOST_FAILURES, Restores
+from penstock.engine.restores import MOST_FAILURES
+from penstock.engine.roster import Roster
 from penstock.engine.sequence import Sequence
-from penstock.engine.waiting_queue import Deadlines, WaitingQueue
+from penstock.engine.turns import Turns
 
 if TYPE_CHECKING:
     from penstock.engine.adapters.pool import AdapterPool
 
 AGEING_S = 30.0
-LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32
-"""Prompt tokens that are not divided further between steps in flight: a smaller step would read the weights for too
-little. One that decodes reads them anyway."""
 
 
-class Scheduler:
-    """Token-budget scheduling with preemption. Owns every live sequence."""
-
-    SLACK = 32
-    """Ended sequences that may stay in a heap until they come up; more are taken out at once."""
+class Scheduler(Roster):
+    """Token-budget scheduling with preemption, of the sequences of its roster."""
 
     def __init__(
         self,
@@ -67,123 +58,30 @@ class Scheduler:
     ) -> None:
         """`batches`: steps in flight between which sequences take turns; with 1 every step may have all of them.
         `pace`: bounds prompts beside streams; by default only for those that ask for it."""
-        self.allocator = allocator
+        super().__init__(
+            allocator,
+            max_running=max_running,
+            max_model_len=max_model_len,
+            ageing_s=ageing_s,
+            adapters=adapters,
+            turns=Turns(batches),
+        )
         self.batches = batches
-        self.max_running = max_running
         self.token_budget = token_budget
-        self.max_model_len = max_model_len
-        self.ageing_s = ageing_s
-        self.adapters = adapters
         self.pace = pace or Pace()
-        self._own_targets: dict[Sequence, float] = {}
-        """Running sequences with a target of their own for the gap between tokens."""
         self._prompts = PromptBudget(self.pace)
         """What prompts may still take of the step that is being scheduled."""
-        self.running: dict[Sequence, None] = {}
-        self._rows = list(range(max_running - 1, -1, -1))
-        self._parked: dict[Sequence, int] = {}
-        """Rows of sequences that were stopped while a step samples for them in flight: it still needs them."""
-        self._in_flight = 0
-        """Steps that were scheduled and have not landed."""
-        self._prompts_in_flight = 0
-        """Their prompt tokens."""
-        self.preemptions = 0
-        self.prefix_query_tokens = 0
-        self.prefix_hit_tokens = 0
-        self.host_hit_tokens = 0
-        self.disk_hit_tokens = 0
-        self._live: dict[str, Sequence] = {}
-        self._waiting = WaitingQueue(adapters)
-        self._deadlines = Deadlines()
         self._suspects: deque[Sequence] = deque()
-        self._arrivals = 0
-        self._restores = Restores(allocator)
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting.count
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._live)
-
-    @property
-    def live(self) -> list[str]:
-        """Ids of requests that wait or run."""
-        return list(self._live)
-
-    @property
-    def recalling(self) -> bool:
-        """Whether some sequence waits for blocks from disk."""
-        return self._waiting.recalling
-
-    def report(self, load: EngineLoad) -> None:
-        """Say what came back from the tiers behind the cache, and what is behind it."""
-        load.host_hit_tokens = self.host_hit_tokens
-        load.disk_hit_tokens = self.disk_hit_tokens
-        self._restores.report(load)
-        self._waiting.report(load)
-        self.allocator.report(load)
-
-    @property
-    def next_waiting(self) -> Sequence | None:
-        """The waiting sequence that is admitted next, when there is room; None also when it waits for an adapter."""
-        return self._waiting.head
-
-    @property
-    def next_deadline(self) -> float | None:
-        """The earliest deadline, perhaps of a sequence that has ended; None: there is none."""
-        return self._deadlines.next
-
-    def get(self, request_id: str) -> Sequence | None:
-        return self._live.get(request_id)
-
-    def add(self, request: Request, now: float) -> Sequence:
-        """Queue a request. Its id must not be live."""
-        self._arrivals += 1
-        key = (now + request.priority * self.ageing_s, self._arrivals)
-        seq = Sequence(request, now, key, self.max_model_len)
-        self._live[seq.id] = seq
-        self._waiting.enter(seq)
-        self._deadlines.add(seq)
-        return seq
-
-    def finish(self, seq: Sequence) -> None:
-        """Forget a sequence whose `finish_reason` was just set; its blocks are free at once."""
-        assert seq.finished
-        del self._live[seq.id]
-        if seq in self.running:
-            self._stop(seq)
-        else:
-            self._waiting.ended(seq)
-            self._restores.ended(seq)
-        if self.adapters is not None and seq.request.adapter:
-            self.adapters.forget(seq)
-        most = 2 * len(self._live) + self.SLACK
-        self._waiting.tidy(most)
-        self._deadlines.tidy(most)
-
-    def check_idle(self) -> None:
-        """Assert that nothing is held though nothing is live; for tests and soaks."""
-        self._restores.check_idle()
-        assert not self.recalling, "an ended sequence waits for its blocks"
-        assert not self._live and not self.running and self.waiting == 0, f"{len(self._live)} sequences live"
-        assert sorted(self._rows) == list(range(self.max_running)), f"{self.max_running - len(self._rows)} rows leaked"
-        assert self.allocator.pool.used == 0, f"{self.allocator.pool.used} blocks leaked"
-        self.allocator.pool.check()
-        if self.allocator.states is not None:
-            self.allocator.states.check_idle()
-        if self.adapters is not None:
-            self.adapters.check_idle()
+        """Sequences of a failed step that are still to be run alone."""
 
     def reset_counters(self) -> None:
         """Forget what was counted and measured so far."""
-        self.prefix_query_tokens = self.prefix_hit_tokens = self.host_hit_tokens = self.disk_hit_tokens = 0
+        super().reset_counters()
         self.pace.forget()
 
-    def expired(self, now: float) -> list[Sequence]:
-        """Live sequences whose deadline has passed."""
-        return self._deadlines.expired(now)
+    def start_over(self) -> None:
+        self._suspects.clear()
+        super().start_over()
 
     def decoding(self) -> list[Sequence]:
         """Running sequences of which the next step computes one token."""
@@ -239,10 +137,7 @@ class Scheduler:
         if seconds is not None:
             prompts = batch.prompts
             self.pace.observe(len(batch.chunks) - len(prompts), prompts, seconds)
-        self._in_flight -= 1
-        self._prompts_in_flight -= batch.num_tokens - batch.num_decodes
-        if self._parked:
-            self._rows.extend(self._parked.pop(c.seq) for c in batch.chunks if c.samples and c.seq in self._parked)
+        self._rows.extend(self._turns.landed(batch))
 
     def copied(self, batch: Batch, copy_s: float, compute_s: float) -> None:
         """How long a step took that has copied blocks back for sequences that wait (`Batch.restores`)."""
@@ -253,33 +148,6 @@ class Scheduler:
         """Seconds that a step should take; 0 while nothing is known."""
         prompts = batch.prompts
         return self.pace.expected(len(batch.chunks) - len(prompts), prompts)
-
-    def start_over(self) -> None:
-        """The caches are lost, and what was in flight: all running sequences wait again."""
-        for seq in self._live.values():
-            seq.pending = 0
-        self._rows.extend(self._parked.values())
-        self._parked.clear()
-        self._suspects.clear()
-        self._in_flight = self._prompts_in_flight = 0
-        for seq in list(self.running):
-            self.preempt(seq)
-        self.allocator.pool.start_over()
-
-    def preempt(self, seq: Sequence) -> None:
-        """Send a running sequence back to wait; it will be computed again, mostly from the cache."""
-        self._stop(seq)
-        self.preemptions += 1
-        self._waiting.enter(seq)
-
-    def distrust(self, batch: Batch) -> None:
-        """A step failed: the names on the device cannot be trusted, and copies may not have been made. Sequences that
-        need those and were not in the step wait again."""
-        self.allocator.pool.distrust()
-        computed = {chunk.seq for chunk in batch.chunks}
-        for seq in self._restores.interrupted():
-            if seq in self.running and seq not in computed:
-                self.preempt(seq)
 
     def isolate(self, sequences: list[Sequence]) -> None:
         """After a failed step: run each of its sequences alone once, so that only the one that raises fails."""
@@ -300,28 +168,14 @@ class Scheduler:
         return length - seq.computed
 
     def _decode_share(self, ready: int) -> int:
-        """Most of the `ready` sequences to decode in one step: an equal part of all, those in flight included, and of
-        those that are ready one for every step that may still join those in flight."""
+        """Most of the `ready` sequences to decode in one step, where they take turns."""
         decoding = sum(len(seq.tokens) + seq.pending - seq.computed <= 1 for seq in self._computed)
-        free = max(self.batches - self._in_flight, 1)
-        return min(-(-decoding // self.batches), -(-ready // free))
-
-    @property
-    def _computed(self) -> Iterable[Sequence]:
-        """Running sequences that do not wait for their blocks."""
-        waiting = self._restores.waiting
-        return [seq for seq in self.running if seq not in waiting] if waiting else self.running
+        return self._turns.decodes(decoding, ready)
 
     def _prompt_share(self, remaining: int, decodes: int) -> int:
-        """Most prompt tokens in a step with so many decodes: an equal part of those that run (`remaining`), wait or are
-        in flight."""
-        total = self._prompts_in_flight + remaining
-        total += self._waiting.tokens(self.batches * self.token_budget - total)
-        return max(LEAST_BESIDE_DECODES if decodes else LEAST_SHARE, -(-total // self.batches))
-
-    def resume(self, sequences: Iterable[Sequence]) -> None:
-        """Sequences that stood aside, for an adapter or for blocks from disk, return to their places in the queue."""
-        self._waiting.resume(sequences)
+        """Most prompt tokens in one step, where sequences take turns; `remaining` are those of running prompts."""
+        enough = self.batches * self.token_budget - self._turns.prompt_tokens - remaining
+        return self._turns.prompt_share(remaining + self._waiting.tokens(enough), decodes)
 
     def _continue_running(self, drafts: Mapping[Sequence, list[int]]) -> tuple[list[Chunk], int]:
         """The chunks of sequences that run already, and what they leave of the budget."""
@@ -412,25 +266,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk | None:
         """None: it waits for blocks from the host."""
-        self._waiting.count -= 1
-        seq.recalled = False
-        seq.row = self._rows.pop()
-        seq.epoch += 1
-        seq.row_version += 1
-        self.running[seq] = None
-        if seq.request.target_gap_s is not None:
-            self._own_targets[seq] = seq.request.target_gap_s
-        if self.adapters is not None:
-            self.adapters.start(seq)
-        restored = self.allocator.attach(seq, cached)
-        if seq.first_scheduled is None:
-            seq.first_scheduled = now
-            seq.cached_tokens = seq.computed
-            self.prefix_query_tokens += seq.length
-            self.prefix_hit_tokens += seq.computed
-            self.host_hit_tokens += restored * self.allocator.block_size
-            self.disk_hit_tokens += min(restored, seq.recalls) * self.allocator.block_size
-        if self._restores.add(seq, now):
+        if self._run(seq, cached, now):
             return None
         length = min(seq.length - seq.computed, budget)
         length = self._cut(seq, max(self._prompts.fit(seq.computed, length), 1))
@@ -438,23 +274,6 @@ class Scheduler:
         grown = self.allocator.grow(seq, seq.computed + length)
         assert grown, "admission promised these blocks"
         return self._chunk(seq, length)
-
-    def _stop(self, seq: Sequence) -> None:
-        del self.running[seq]
-        self._restores.waiting.pop(seq, None)
-        self._own_targets.pop(seq, None)
-        if seq.pending and self.batches > 1:
-            self._parked[seq] = seq.row
-        else:
-            self._rows.append(seq.row)
-        seq.row = -1
-        self.allocator.free(seq)
-        if self.adapters is not None:
-            self.adapters.stop(seq)
-
-    def _latest(self, base: int | None = None) -> Sequence:
-        """The running sequence that is preempted first, of those whose blocks are in the cache `base`."""
-        return max((s for s in self.running if base is None or s.base == base), key=lambda seq: seq.key)
 
     def _cut(self, seq: Sequence, length: int) -> int:
         """`length` tokens, or as many as lie before the next place at which a state is kept."""
@@ -503,7 +322,7 @@ class Scheduler:
 
     def _commit(self, chunks: list[Chunk]) -> Batch | None:
         """The step with these chunks; without any, one that only copies, if sequences wait for that."""
-        if not chunks and not (self._restores.copied if self._in_flight else self._restores.fill()):
+        if not chunks and not (self._restores.copied if self._turns.in_flight else self._restores.fill()):
             return None
         for chunk in chunks:
             if chunk.samples:
@@ -512,6 +331,5 @@ class Scheduler:
         batch.restores = self._restores.copied
         if self.allocator.states is not None:
             batch.state_transfers = self.allocator.states.take_transfers()
-        self._in_flight += 1
-        self._prompts_in_flight += batch.num_tokens - batch.num_decodes
+        self._turns.scheduled(batch)
         return batch

@@ -18,18 +18,13 @@ from penstock.routing.policy import ReplicaRequest, ReplicaView
 class Member:
     """A replica. It takes requests while it is up and awake, is not stuck, and its breaker is not open."""
 
-    __slots__ = ("_lost", "_stall_s", "backend", "breaker", "legs", "meter", "place", "retiring")
+    __slots__ = ("_lost", "_stall_s", "backend", "breaker", "legs", "meter", "place", "retiring", "stated_place")
 
-    def __init__(
-        self,
-        backend: Backend,
-        breaker: BreakerPolicy,
-        stall_s: float,
-        clock: Callable[[], float],
-        place: ReplicaPlace = NOWHERE,
-    ) -> None:
+    def __init__(self, backend: Backend, breaker: BreakerPolicy, stall_s: float, clock: Callable[[], float]) -> None:
         self.backend = backend
-        self.place = place
+        self.stated_place: ReplicaPlace = NOWHERE
+        """What its endpoint or its fleet says; `place` also has what the labels of pool and model say."""
+        self.place: ReplicaPlace = NOWHERE
         self.breaker = Breaker(breaker, clock)
         self.meter = ReplicaMeter()
         self._stall_s = stall_s

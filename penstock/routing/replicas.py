@@ -64,7 +64,7 @@ class ReplicaSet:
         self._clock = clock
         self._members: list[Member] = []
         self._places: set[tuple[str, str]] = set()
-        """Pool and region of every replica so far: one that is away may come back."""
+        """Pool and stated region of every replica so far: one that is away may come back."""
         policy = policy or Predicted()
         self.dispatcher = Dispatcher(name, self._members, self._resilience, policy, clock, handover, shared, regions)
         places = places or {}
@@ -95,8 +95,11 @@ class ReplicaSet:
         """Where a replica is; `NOWHERE` when it is not known."""
         return next((member.place for member in self._members if member.name == replica), NOWHERE)
 
-    def change(self, *, handover: HandoverPolicy, hold: HoldLimits | None) -> None:
+    def change(self, *, placer: Placer, handover: HandoverPolicy, hold: HoldLimits | None) -> None:
         """Other settings from now on."""
+        self.placer = placer
+        for member in self._members:
+            self.move(member, member.stated_place)
         self.dispatcher.change(handover)
         if hold is None:
             self.hold = None
@@ -157,11 +160,15 @@ class ReplicaSet:
         # As long as no replica has joined, nobody knows their regions.
         return self.placer.unmet(demand if self._places else demand.without(REGION), self._places)
 
-    def _member(self, backend: Backend, place: ReplicaPlace) -> Member:
-        if not place.region:
-            place = replace(place, region=self.placer.labels_of(place.pool).get(REGION, ""))
+    def move(self, member: Member, place: ReplicaPlace) -> None:
+        """A replica is where this says. If it states no region, that of its pool's or its model's labels counts."""
         self._places.add((place.pool, place.region))
-        member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock, place)
+        region = place.region or self.placer.labels_of(place.pool).get(REGION, "")
+        member.stated_place, member.place = place, replace(place, region=region)
+
+    def _member(self, backend: Backend, place: ReplicaPlace) -> Member:
+        member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock)
+        self.move(member, place)
         if isinstance(backend, EngineClient):
             backend.on_placement = partial(self.dispatcher.heard, member)
         return member

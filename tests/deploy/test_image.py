@@ -201,7 +201,7 @@ def test_the_first_process_of_a_container_ends_on_sigterm_before_its_command_han
         pytest.skip("needs root and unshare")
     code = (
         "import time, penstock.cli, penstock.cli.app as module\n"
-        "module.app = lambda: (print('up', flush=True), time.sleep(600))\n"
+        "module.narrowed = lambda command: lambda: (print('up', flush=True), time.sleep(600))\n"
         "penstock.cli.main()"
     )
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code]

@@ -39,7 +39,7 @@ def serving(model: Path, folder: Path, more: str = "") -> Iterator[Server]:
     (folder / "penstock.yaml").write_text(
         f"models: [{{name: small, source: {model}, replicas: 2, replica_roles: [prefill, decode], "
         f"handover_tokens: 128, max_model_len: 2048, threads: 1, token_budget: 64{more}}}]\n"
-        f"server: {{port: {port}, drain_s: 5}}\ngeneration: {{time_limit_s: null}}\nencoders: []\n"
+        f"server: {{port: {port}, drain_s: 5, engine_wait_s: 180}}\ngeneration: {{time_limit_s: null}}\nencoders: []\n"
         "resilience: {resume_s: 180}\n"
     )
     command = [sys.executable, "-m", "penstock", "serve", "-c", str(folder / "penstock.yaml")]

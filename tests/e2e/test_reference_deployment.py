@@ -62,7 +62,9 @@ def tiny_deployment(folder: Path) -> Path:
     model |= {"kv_memory": "1MiB", "host_memory": "4MiB", "host_idle_s": 1, "max_model_len": 1024, "max_running": 16}
     model |= {"input_price": 1.0, "output_price": 2.0}
     example |= {"store": {"url": f"sqlite:///{folder / 'ledger.db'}"}, "encoders": []}
-    example |= {"generation": {"time_limit_s": 600}, "resilience": {"resume_s": 300}}
+    example |= {"generation": {"time_limit_s": 600}}
+    # Patience for a slow machine, with streams that have not begun when the rank dies too.
+    example |= {"server": {"engine_wait_s": 300}, "resilience": {"resume_s": 300}}
     path = folder / "penstock.yaml"
     path.write_text(yaml.safe_dump(example))
     return path

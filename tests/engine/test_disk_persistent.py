@@ -272,15 +272,14 @@ def test_what_is_being_written_at_sleep_is_not_lost(
     settle(engine)
     slow, pwritev = threading.Event(), os.pwritev
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", lambda *args: slow.wait(30) and pwritev(*args))
+        patched.setattr(os, "pwritev", lambda *args: slow.wait(120) and pwritev(*args))
         converse(engine, expected, numbers=range(2, 3))
         engine.settle()
         engine.settle()
         host = engine.scheduler.allocator.pool.host
         assert host is not None and host.disk is not None and host.disk.writing, "a slow disk"
-        begin = time.monotonic()
-        engine.save(8.0, hurry=lambda: True)
-        assert time.monotonic() - begin < 4, "told to stop at once"
+        engine.save(1e6, hurry=lambda: True)
+        assert host.disk.writing, "told to stop at once"
         engine.forget_caches(keep_disk=True)
         host.check()
         slow.set()

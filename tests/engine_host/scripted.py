@@ -19,6 +19,8 @@ class ScriptedEngine:
         self.steps = 0
         self.paused = False
         """Its steps produce nothing, as long as that is so: what is asked meanwhile comes while it works."""
+        self.pause_at: int | None = None
+        """The number of steps after which it is paused."""
         self.thread: int | None = None
         self._step_s = step_s
         self._before_step = before_step
@@ -48,8 +50,9 @@ class ScriptedEngine:
     def step(self) -> StepOutput | None:
         if not self.has_work:
             return None
-        time.sleep(max(self._step_s, 0.001 * self.paused))
-        if self.paused:
+        time.sleep(self._step_s)
+        if self.paused or self.steps == self.pause_at:
+            time.sleep(0.001)
             return None
         if self._before_step is not None:
             self._before_step()

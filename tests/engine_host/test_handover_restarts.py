@@ -22,7 +22,7 @@ from tests.engine_host.client import connected, eventually, serving
 from tests.engine_host.handover import World, source, text
 
 pytestmark = pytest.mark.slow
-RESTARTS: dict[str, Any] = {"rank_restarts": 3, "watchdog_s": 30, "kv_dtype": "full"}
+RESTARTS: dict[str, Any] = {"rank_restarts": 3, "watchdog_s": 120, "kv_dtype": "full"}
 Grid = tuple[int, int, dict[str, Any]]
 DATA: dict[str, Any] = {"expert_parallel": True, "attention_parallel": "data"}
 

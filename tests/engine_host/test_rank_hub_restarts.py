@@ -23,7 +23,7 @@ from tests.engine_host.test_rank_hub import HEAD, MACHINE, engine_of, host, hub,
 
 pytestmark = pytest.mark.slow
 BATCH = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 9 * i)], 16) for i in range(4)]
-SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 3, "kv_dtype": "full", "watchdog_s": 30}
+SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 3, "kv_dtype": "full", "watchdog_s": 120}
 
 
 @pytest.fixture(scope="module")

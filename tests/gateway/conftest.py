@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from penstock.backends.base import Backend
+from penstock.config.routing import AdmissionConfig
 from penstock.gateway.app.asgi import App
 from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import Application, serve
@@ -79,7 +80,9 @@ def serving(text: TextModel) -> Serving:
         run. `control`: the supervisor's socket."""
         engine = engine or ScriptedEngine(text)
         port = free_port()
-        options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
+        # On a busy machine requests wait longer than users would; that is no overload.
+        patient = AdmissionConfig(wait_s=120.0, shed_from=1.0)
+        options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), "admission": patient, **settings}
         gateway = GatewaySettings(port=port, **options)
         model = ServedModel(
             "tiny",
@@ -100,7 +103,7 @@ def serving(text: TextModel) -> Serving:
         if task.done():
             task.result()
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 yield Running(client, engine, listening.result(), stop, port)
         finally:
             stop.set()

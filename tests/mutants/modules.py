@@ -29,6 +29,8 @@ MODULES = (
     Module("penstock/engine/kv/pool.py", ("tests/engine/kv/test_pool.py",)),
     Module("penstock/engine/kv/host.py", ("tests/engine/kv/test_host.py",)),
     Module("penstock/engine/scheduler.py", ("tests/engine/test_scheduler.py",)),
+    Module("penstock/engine/roster.py", ("tests/engine/test_scheduler.py",)),
+    Module("penstock/engine/turns.py", ("tests/engine/test_turns.py",)),
     Module("penstock/text/stop_strings.py", ("tests/text/test_stop_strings.py",)),
     Module("penstock/metering/prices.py", ("tests/metering/test_prices.py",)),
     Module("penstock/config/units.py", ("tests/config/test_units.py",)),
@@ -174,6 +176,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/engine/scheduler.py": {
         ("AGEING_S = 30.0", "AGEING_S = (29.0)"): TUNING,
         ("AGEING_S = 30.0", "AGEING_S = 31.0"): TUNING,
+    },
+    "penstock/engine/turns.py": {
+        ("LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32", "LEAST_SHARE, LEAST_BESIDE_DECODES = (127), 32"): TUNING,
+        ("LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32", "LEAST_SHARE, LEAST_BESIDE_DECODES = 129, 32"): TUNING,
+        ("LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32", "LEAST_SHARE, LEAST_BESIDE_DECODES = 128, (31)"): TUNING,
+        ("LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32", "LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 33"): TUNING,
+    },
+    "penstock/engine/roster.py": {
         ("self._arrivals = 0", "self._arrivals = (-1)"): ORDER,
         ("self._arrivals = 0", "self._arrivals = 1"): ORDER,
         ("SLACK = 32", "SLACK = 33"): TUNING,

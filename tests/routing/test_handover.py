@@ -61,7 +61,7 @@ async def world(*roles: Role, formats: tuple[str, ...] = ()) -> AsyncIterator[Wo
         servers = [stack.enter_context(serving(engine)) for engine in engines]
         backends = [NativeBackend(running.endpoint, name=str(index)) for index, running in enumerate(servers)]
         policy = HandoverPolicy(least_tokens=512, wait_s=3.0)
-        resilience = Resilience(stall_s=0.3, park_s=2.0)
+        resilience = Resilience(stall_s=1e6)
         replicas = ReplicaSet("scripted", backends, resilience=resilience, handover=policy)
         await replicas.start()
         stack.push_async_callback(replicas.close)

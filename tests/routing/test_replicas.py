@@ -21,8 +21,10 @@ from penstock.routing.replicas import ReplicaSet
 from tests.engine_host.client import Running, serving
 from tests.engine_host.scripted import ScriptedEngine
 from tests.gateway.conftest import eventually
+from tests.ports import free_port
 
-FAST = Resilience(stall_s=0.3, park_s=2.0)
+PATIENT = Resilience(stall_s=1e6)
+"""However busy the machine is, no replica is taken for stuck."""
 
 
 @dataclass
@@ -33,6 +35,13 @@ class World:
     engines: list[ScriptedEngine]
     servers: list[Running]
     stack: AsyncExitStack
+    now: float = 0.0
+    """The clock of the replicas: it stands still unless a test moves it."""
+
+    def go_on(self) -> None:
+        """Of all engines that are paused."""
+        for engine in self.engines:
+            engine.pause_at = None
 
     def crash(self, index: int) -> None:
         """No last words: the connection just closes."""
@@ -55,18 +64,23 @@ class World:
 
 
 @asynccontextmanager
-async def world(count: int = 2, *, step_s: float = 0.01, resilience: Resilience = FAST) -> AsyncIterator[World]:
+async def world(
+    count: int = 2, *, resilience: Resilience = PATIENT, pause_at: int | None = None
+) -> AsyncIterator[World]:
+    """`pause_at`: the engines work no further than that, so that what happens then happens in the midst of it."""
     async with AsyncExitStack() as stack:
-        engines = [ScriptedEngine(instance=str(index), step_s=step_s) for index in range(count)]
-        servers = [stack.enter_context(serving(engine)) for engine in engines]
-        backends = [
-            NativeBackend(running.endpoint, name=str(index), silence_s=2.0) for index, running in enumerate(servers)
-        ]
-        replicas = ReplicaSet("scripted", backends, resilience=resilience)
+        engines = [ScriptedEngine(instance=str(index), step_s=0.01) for index in range(count)]
+        for engine in engines:
+            engine.pause_at = pause_at
+        # Some are started again at the same port.
+        servers = [stack.enter_context(serving(engine, f"tcp://127.0.0.1:{free_port()}")) for engine in engines]
+        backends = [NativeBackend(running.endpoint, name=str(index)) for index, running in enumerate(servers)]
+        replicas = ReplicaSet("scripted", backends, resilience=resilience, clock=lambda: it.now)
+        it = World(replicas, engines, servers, stack)
         await replicas.start()
         stack.push_async_callback(replicas.close)
         await eventually(lambda: all(backend.ready for backend in backends))
-        yield World(replicas, engines, servers, stack)
+        yield it
 
 
 class Cable:
@@ -135,16 +149,17 @@ async def test_requests_are_spread_and_the_set_looks_like_one_engine() -> None:
 
 @pytest.mark.parametrize("how", ["crash", "stop"])
 async def test_streams_of_a_lost_replica_go_on_elsewhere_behind_their_last_token(how: str) -> None:
-    async with world() as it:
+    async with world(pause_at=8) as it:
         streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(10)]
-        await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
+        await eventually(lambda: all(engine.steps == 8 and len(engine.running) == 5 for engine in it.engines))
         getattr(it, how)(0)
+        it.go_on()
         assert await asyncio.gather(*streams) == [list(range(100, 140))] * 10
         assert it.replicas.dispatcher.counts.failovers == 5 and it.replicas.dispatcher.counts.given_up == 0
 
 
 async def test_the_reader_hears_of_the_prompt_once_and_the_rest_of_the_time_is_what_is_left() -> None:
-    async with world() as it:
+    async with world(pause_at=8) as it:
         seen: list[Delta] = []
         asked = request("r", timeout_s=60.0)
         async for delta in it.replicas.generate(asked):
@@ -152,19 +167,21 @@ async def test_the_reader_hears_of_the_prompt_once_and_the_rest_of_the_time_is_w
             if len(seen) == 5:
                 first = it.on("r")
                 other = it.engines[1 - first]
+                it.now += 1.0
                 it.crash(first)
                 await eventually(lambda other=other: "r" in other.running)  # type: ignore[misc]
                 again = other.running["r"][0]
+                it.go_on()
         assert again.prompt == asked.prompt and len(again.produced) >= 5 and again.params == asked.params
-        assert again.timeout_s is not None and again.timeout_s < 60.0
+        assert again.timeout_s is not None and again.timeout_s == 59.0
         assert again.priority < asked.priority, "a stream that stands still goes first"
         assert [token for delta in seen for token in delta.tokens] == list(range(100, 140))
 
 
 async def test_with_no_replica_left_requests_wait_for_one_to_come_back() -> None:
-    async with world() as it:
+    async with world(pause_at=8) as it:
         stream = asyncio.create_task(read(it.replicas, request("r")))
-        await eventually(lambda: any(engine.steps > 5 for engine in it.engines))
+        await eventually(lambda: any(engine.steps == 8 for engine in it.engines))
         it.crash(it.on("r"))
         await eventually(lambda: any("r" in engine.running for engine in it.engines))
         it.crash(it.on("r"))
@@ -174,7 +191,7 @@ async def test_with_no_replica_left_requests_wait_for_one_to_come_back() -> None
 
 
 async def test_a_request_under_which_every_replica_dies_is_given_up() -> None:
-    async with world(3, resilience=Resilience(attempts=2, park_s=5.0)) as it:
+    async with world(3, resilience=Resilience(attempts=2, stall_s=1e6), pause_at=2) as it:
         stream = asyncio.create_task(read(it.replicas, request("poison")))
         for _ in range(2):
             await eventually(lambda: any("poison" in engine.running for engine in it.engines))
@@ -186,11 +203,13 @@ async def test_a_request_under_which_every_replica_dies_is_given_up() -> None:
 
 
 async def test_a_stuck_replica_is_left_and_gets_nothing_new() -> None:
-    async with world() as it:
+    async with world(pause_at=8) as it:
         streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
-        await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
+        await eventually(lambda: all(engine.steps == 8 and len(engine.running) == 2 for engine in it.engines))
         thaw = threading.Event()
-        it.engines[0]._before_step = lambda: thaw.wait(60.0) and None
+        it.engines[0]._before_step = lambda: thaw.wait(200.0) and None
+        it.go_on()
+        it.replicas.members[0]._stall_s = 0.3
         try:
             assert await asyncio.gather(*streams) == [list(range(100, 140))] * 4
             assert await read(it.replicas, request("new")) == list(range(100, 140))
@@ -201,22 +220,28 @@ async def test_a_stuck_replica_is_left_and_gets_nothing_new() -> None:
 
 async def test_a_cut_network_is_a_lost_replica_and_a_mended_one_brings_it_back() -> None:
     async with AsyncExitStack() as stack:
-        engines = [ScriptedEngine(instance=str(index), step_s=0.02) for index in range(2)]
+        engines = [ScriptedEngine(instance=str(index), step_s=0.01) for index in range(2)]
+        for engine in engines:
+            engine.pause_at = 8
         servers = [stack.enter_context(serving(engine)) for engine in engines]
         cable = Cable(int(servers[0].endpoint.rpartition(":")[2]))
         stack.push_async_callback(cable.close)
         ends = (await cable.lay(), servers[1].endpoint)
-        backends = [NativeBackend(end, name=str(index), silence_s=1.5) for index, end in enumerate(ends)]
-        replicas = ReplicaSet("scripted", backends, resilience=Resilience(stall_s=60.0, park_s=5.0))
+        backends = [NativeBackend(end, name=str(index)) for index, end in enumerate(ends)]
+        replicas = ReplicaSet("scripted", backends, resilience=PATIENT)
         await replicas.start()
         stack.push_async_callback(replicas.close)
         await eventually(lambda: all(backend.ready for backend in backends))
         streams = [asyncio.create_task(read(replicas, request(f"r{i}"))) for i in range(6)]
-        await eventually(lambda: all(engine.steps > 5 for engine in engines))
+        await eventually(lambda: all(engine.steps == 8 and len(engine.running) == 3 for engine in engines))
         cable.cut()
+        backends[0]._silence_s = 0.5
+        for engine in engines:
+            engine.pause_at = None
         assert await asyncio.gather(*streams) == [list(range(100, 140))] * 6
         assert replicas.dispatcher.counts.failovers == 3 and not backends[0].ready
         assert await read(replicas, request("meanwhile", 5)) == list(range(100, 105))
+        backends[0]._silence_s = 75.0
         cable.mend()
         await eventually(lambda: backends[0].ready)
         await eventually(lambda: not engines[0].running)
@@ -226,18 +251,20 @@ async def test_a_cut_network_is_a_lost_replica_and_a_mended_one_brings_it_back()
 
 
 async def test_a_draining_replica_finishes_what_it_has_and_new_requests_go_elsewhere() -> None:
-    async with world() as it:
+    async with world(pause_at=8) as it:
         streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
-        await eventually(lambda: all(engine.steps > 5 for engine in it.engines))
+        await eventually(lambda: all(engine.steps == 8 for engine in it.engines))
         it.servers[0].server.drain()
         late = [asyncio.create_task(read(it.replicas, request(f"late{i}"))) for i in range(4)]
+        await eventually(lambda: any("late0" in engine.running for engine in it.engines))
+        it.go_on()
         assert await asyncio.gather(*streams, *late) == [list(range(100, 140))] * 8
         assert it.servers[0].join() == 0
         assert it.replicas.dispatcher.counts.given_up == 0
 
 
 async def test_what_is_wrong_with_a_request_is_not_tried_elsewhere_and_failures_only_within_the_budget() -> None:
-    async with world(resilience=Resilience(park_s=0.2)) as it:
+    async with world(resilience=Resilience(stall_s=1e6, park_s=0.2)) as it:
 
         def refuse(error: str) -> None:
             for engine in it.engines:
@@ -250,7 +277,9 @@ async def test_what_is_wrong_with_a_request_is_not_tried_elsewhere_and_failures_
             await read(it.replicas, request("bad"))
         assert it.replicas.dispatcher.counts.retries == 0
         refuse("the engine failed while running this request: boom")
-        asked = (read(it.replicas, request(f"r{index}")) for index in range(40))
+        asked = [asyncio.create_task(read(it.replicas, request(f"r{index}"))) for index in range(40)]
+        await eventually(lambda: it.replicas.dispatcher.parked + sum(each.done() for each in asked) == 40)
+        it.now += 0.3  # those that wait for a replica give up
         errors = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(error, ApiError) for error in errors) and isinstance(errors[0], ServerError)
         assert it.replicas.dispatcher.counts.retries <= 4, "at most a tenth"
@@ -260,7 +289,7 @@ async def test_what_is_wrong_with_a_request_is_not_tried_elsewhere_and_failures_
 
 
 async def test_a_request_without_a_token_is_hedged_and_the_slower_one_is_stopped() -> None:
-    async with world(resilience=Resilience(hedge_s=0.05, retry_share=1.0)) as it:
+    async with world(resilience=Resilience(stall_s=1e6, hedge_s=0.05, retry_share=1.0)) as it:
         slow = it.engines[0]
         slow.step = lambda: None  # type: ignore[method-assign]
         answers = [await read(it.replicas, request(f"r{i}", 5)) for i in range(6)]
@@ -286,9 +315,9 @@ async def test_replicas_join_and_retire_under_load() -> None:
 
 
 async def test_streams_of_a_single_replica_go_on_when_it_has_been_restarted() -> None:
-    async with world(1) as it:
+    async with world(1, pause_at=8) as it:
         streams = [asyncio.create_task(read(it.replicas, request(f"r{i}"))) for i in range(4)]
-        await eventually(lambda: it.engines[0].steps > 5)
+        await eventually(lambda: it.engines[0].steps == 8 and len(it.engines[0].running) == 4)
         it.crash(0)
         await eventually(lambda: it.replicas.dispatcher.parked == 4)
         late = asyncio.create_task(read(it.replicas, request("sent before anybody knows", 5)))
@@ -300,14 +329,24 @@ async def test_streams_of_a_single_replica_go_on_when_it_has_been_restarted() ->
 
 
 async def test_a_single_replica_that_does_not_come_back_in_time_is_an_error() -> None:
-    async with world(1, resilience=Resilience(park_s=0.1, resume_s=0.6)) as it:
-        begun = asyncio.create_task(read(it.replicas, request("begun")))
-        await eventually(lambda: it.engines[0].steps > 5)
+    async with world(1, resilience=Resilience(park_s=0.1, resume_s=0.6), pause_at=8) as it:
+        seen: list[int] = []
+
+        async def begin() -> None:
+            async for delta in it.replicas.generate(request("begun")):
+                seen.extend(delta.tokens)
+
+        begun = asyncio.create_task(begin())
+        await eventually(lambda: len(seen) == 8)
         it.crash(0)
         await eventually(lambda: it.replicas.dispatcher.parked == 1)
+        new = asyncio.create_task(read(it.replicas, request("new")))
+        await eventually(lambda: it.replicas.dispatcher.parked == 2)
+        it.now += 0.3
         with pytest.raises(EngineUnavailable, match="No replica"):
-            await read(it.replicas, request("new"))
+            await new
         assert not begun.done(), "what has begun waits longer"
+        it.now += 0.4
         with pytest.raises(EngineLost, match=r"did not restart within 0\.6 s"):
             await begun
         assert it.replicas.in_flight == 0
@@ -353,7 +392,7 @@ async def test_what_an_aborted_request_produced_is_known_to_its_last_token() -> 
     async with world() as it:
         mailbox = Mailbox()
         for index in range(4):
-            it.replicas.submit(request(f"c{index}:0.0.0", 400), mailbox, index)
+            it.replicas.submit(request(f"c{index}:0.0.0", 10**6), mailbox, index)
         await eventually(lambda: len(mailbox.produced) == 4)
         for index in range(4):
             it.replicas.abort(f"c{index}:0.0.0")
@@ -366,15 +405,16 @@ async def test_what_an_aborted_request_produced_is_known_to_its_last_token() -> 
 
 
 async def test_a_request_that_went_on_elsewhere_is_counted_once() -> None:
-    async with world() as it:
+    async with world(pause_at=8) as it:
         mailbox = Mailbox()
         it.replicas.submit(request("c:0.0.0", 60), mailbox)
-        await eventually(lambda: mailbox.produced.get(0, 0) > 5)
+        await eventually(lambda: mailbox.produced.get(0, 0) == 8)
         first = it.replicas.members[it.on("c:0.0.0")]
         leg = first.legs["c:0.0.0"]
         first.backend.abort("c:0.0.0")  # it is alive and remembers its part
         leg.fail(EngineLost("as if it had made no progress"))
-        await eventually(lambda: mailbox.produced[0] == 60)
+        it.go_on()
+        await eventually(lambda: mailbox.produced[0] == 60 and not any(engine.has_work for engine in it.engines))
         told = await it.replicas.produced(["c"])
         assert len(told) == 2 and {entry.finish_reason for entry in told} == {"abort", "length"}
         assert usage_of(merged(told)).completion == 60

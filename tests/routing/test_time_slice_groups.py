@@ -54,6 +54,7 @@ class CountingSleeper:
 class World:
     models: dict[str, ServedModel]
     sleepers: dict[str, CountingSleeper]
+    engines: dict[str, ScriptedEngine]
     slices: TimeSlices
 
     async def ask(self, name: str, tokens: int = 3, within_s: float = 60.0) -> list[int]:
@@ -68,14 +69,14 @@ class World:
 
 
 @asynccontextmanager
-async def world(*names: str, step_s: float = 0.0, state: str = "sleeping", group: str = "g") -> AsyncIterator[World]:
+async def world(*names: str, state: str = "sleeping", group: str = "g") -> AsyncIterator[World]:
     awake: set[str] = set()
     async with AsyncExitStack() as stack:
-        models, sleepers = {}, {}
+        models, sleepers, engines = {}, {}, {}
         for name in names:
             sleepers[name] = CountingSleeper(awake, name)
-            engine = ScriptedEngine(instance=name, step_s=step_s)
-            running = stack.enter_context(serving(engine, sleeper=sleepers[name], state=state))
+            engines[name] = ScriptedEngine(instance=name)
+            running = stack.enter_context(serving(engines[name], sleeper=sleepers[name], state=state))
             backend = NativeBackend(running.endpoint)
             await backend.start()
             stack.push_async_callback(backend.close)
@@ -85,7 +86,7 @@ async def world(*names: str, step_s: float = 0.0, state: str = "sleeping", group
         slices = TimeSlices(models.values(), SLICE_S)
         slices.start()
         stack.push_async_callback(slices.close)
-        yield World(models, sleepers, slices)
+        yield World(models, sleepers, engines, slices)
 
 
 async def test_requests_wake_their_model_and_never_two_are_awake() -> None:
@@ -98,33 +99,42 @@ async def test_requests_wake_their_model_and_never_two_are_awake() -> None:
 
 
 async def test_a_model_keeps_its_memory_while_a_request_runs() -> None:
-    async with world("a", "b", step_s=0.02) as w:
-        long = asyncio.create_task(w.ask("a", tokens=60))  # well beyond its slice
+    async with world("a", "b") as w:
+        w.engines["a"].pause_at = 10
+        long = asyncio.create_task(w.ask("a", tokens=60))
         await eventually(lambda: w.models["a"].backend.in_flight == 1)
-        begin = time.monotonic()
-        assert await w.ask("b") == [100, 101, 102]
+        other = asyncio.create_task(w.ask("b"))
+        await asyncio.sleep(2 * SLICE_S)  # well beyond its slice
+        assert not other.done() and not long.done()
+        w.engines["a"].pause_at = None
+        assert await other == [100, 101, 102]
         assert long.done() and len(await long) == 60
-        assert time.monotonic() - begin > SLICE_S
 
 
 async def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
-    async with world("a", "b", step_s=0.02) as w:
+    async with world("a", "b") as w:
+        w.engines["a"].paused = True
         long = asyncio.create_task(w.ask("a", tokens=60))
         await eventually(lambda: w.models["a"].backend.in_flight == 1)
         with pytest.raises(ModelAsleep, match="could not be woken within") as raised:
             await w.ask("b", within_s=0.2)
         assert raised.value.status == 503 and "retry-after" in {key.lower() for key in raised.value.headers()}
+        w.engines["a"].paused = False
         await long
         assert await w.ask("a") and await w.ask("b"), "giving up leaves nothing behind"
 
 
 async def test_a_cancelled_waiter_holds_nothing() -> None:
     async with world("a", "b") as w:
-        await w.ask("a")
-        waiting = asyncio.create_task(w.slices.acquire(w.models["b"], 5.0))
+        w.engines["a"].paused = True
+        long = asyncio.create_task(w.ask("a"))
+        await eventually(lambda: w.models["a"].backend.in_flight == 1)
+        waiting = asyncio.create_task(w.slices.acquire(w.models["b"], 60.0))
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+        w.engines["a"].paused = False
+        await long
         assert await w.ask("a") and await w.ask("b") and await w.ask("a")
 
 
@@ -140,7 +150,8 @@ async def test_a_model_that_cannot_wake_fails_its_own_requests_only() -> None:
 
 
 async def test_by_hand_a_model_finishes_what_it_runs_sleeps_and_wakes() -> None:
-    async with world("a", step_s=0.01, state="awake", group="") as w:
+    async with world("a", state="awake", group="") as w:
+        w.engines["a"].paused = True
         backend = w.models["a"].backend
         request = Request("r", [100], SamplingParams(max_tokens=30))
 
@@ -149,7 +160,10 @@ async def test_by_hand_a_model_finishes_what_it_runs_sleeps_and_wakes() -> None:
 
         running = asyncio.create_task(run())
         await eventually(lambda: backend.in_flight == 1)
-        await backend.sleep()
+        sleeping = asyncio.create_task(backend.sleep())
+        await eventually(lambda: backend.state != "awake")
+        w.engines["a"].paused = False
+        await sleeping
         assert running.done() and len(await running) == 30
         assert backend.state == "sleeping"
         with pytest.raises(ModelAsleep, match="/v1/admin/models/a/wake"):

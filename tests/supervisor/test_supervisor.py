@@ -97,10 +97,10 @@ async def supervised(
         yield supervisor, recorder, engine_unit, gateway_unit
     finally:
         supervisor.stop()
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 150)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -108,7 +108,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 async def until_ready(unit: Unit) -> None:
-    for _ in range(1200):
+    for _ in range(3000):
         if await is_ready("127.0.0.1", int(unit.command[4])):
             return
         await asyncio.sleep(0.05)
@@ -193,7 +193,7 @@ async def test_an_engine_that_never_starts_ends_the_start_with_its_reason(
     engine, gateway = tree(folder, port := free_port(), engine=mode)
     supervisor = Supervisor(engines=[engine], gateways=[gateway], host="127.0.0.1", port=port, drain_s=5)
     with pytest.raises(StartFailed, match=message):
-        await asyncio.wait_for(supervisor.run(handle_signals=False), 60)
+        await asyncio.wait_for(supervisor.run(handle_signals=False), 150)
     assert gateway.child is not None and not alive(gateway.child.pid)
 
 
@@ -221,7 +221,7 @@ async def test_an_optional_engine_is_started_when_it_is_asked_for(folder: Path) 
         assert not running.done()
     finally:
         supervisor.stop()
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 150)
 
 
 async def test_a_frozen_engine_is_killed_and_started_again(folder: Path) -> None:
@@ -320,7 +320,7 @@ def test_no_orphan_survives_the_death_of_the_supervisor(folder: Path, stopped_en
 def test_a_signal_drains_the_tree(folder: Path) -> None:
     with real_supervisor(folder) as (process, _):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(150) == 0
         assert (folder / "drained").exists()
 
 

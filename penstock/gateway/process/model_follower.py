@@ -197,8 +197,8 @@ class ModelFollower:
         self._registry.rename(model, settings.aliases)
         for name_of, value in client_settings(settings, model.text).items():
             setattr(model, name_of, value)
-        backend.placer = Placer(settings.pools, settings.pool_rules, Labels(settings.labels))
-        backend.change(handover=settings.handover, hold=settings.hold)
+        placer = Placer(settings.pools, settings.pool_rules, Labels(settings.labels))
+        backend.change(placer=placer, handover=settings.handover, hold=settings.hold)
         self._prices.remove(old.price)
         self._prices.add(settings.price)
         self._models[name] = settings
@@ -224,7 +224,7 @@ class ModelFollower:
         for member in [member for member in backend.members if not member.retiring]:
             endpoint = member.backend.endpoint if isinstance(member.backend, NativeBackend) else None
             if member.name in wanted and endpoint in (None, wanted[member.name].endpoint):
-                member.place = place_of(wanted[member.name])
+                backend.move(member, place_of(wanted[member.name]))
                 staying.add(member.name)
             else:
                 backend.retire(member.name)

@@ -23,7 +23,7 @@ from penstock.engine.startup import adapters as startup_adapters
 from penstock.errors import ConfigError
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_equals_merging import ask, prompts
-from tests.engine.harness import assert_idle, collect, drain, generate, make_engine
+from tests.engine.harness import assert_idle, collect, drain, generate, make_engine, read_at_once
 from tests.engine.tiny import write_checkpoint
 
 
@@ -83,7 +83,7 @@ def test_a_hundred_adapters_on_twenty_slots(base: Path, folders: list[Path]) -> 
 
 
 def test_more_adapters_than_slots_in_one_batch_wait_without_blocking_the_rest(base: Path, folders: list[Path]) -> None:
-    engine = make_engine(base, adapters=specs_of(folders[:4]), adapter_slots=2)
+    engine = read_at_once(make_engine(base, adapters=specs_of(folders[:4]), adapter_slots=2))
     for name in ("a0", "a1", "a2", "a3", ""):
         engine.submit(ask(name or "base", [1, 2, 3], name, 12))
     most, finished = 0, []
@@ -98,7 +98,7 @@ def test_more_adapters_than_slots_in_one_batch_wait_without_blocking_the_rest(ba
 
 
 def test_an_old_request_gets_its_slot_although_others_keep_coming(base: Path, folders: list[Path]) -> None:
-    engine = make_engine(base, adapters=specs_of(folders[:3]), adapter_slots=2)
+    engine = read_at_once(make_engine(base, adapters=specs_of(folders[:3]), adapter_slots=2))
     now = 0.0
     engine.clock = lambda: now  # type: ignore[method-assign]
     done: set[str] = set()
@@ -123,7 +123,7 @@ def test_loading_delays_no_other_request(base: Path, folders: list[Path], monkey
     read = startup_adapters.read_adapter
 
     def slow(name: str, *args: Any, **settings: Any) -> Any:
-        assert name != "a1" or gate.wait(30)
+        assert name != "a1" or gate.wait(200)
         return read(name, *args, **settings)
 
     monkeypatch.setattr(startup_adapters, "read_adapter", slow)
@@ -364,7 +364,7 @@ def test_pinned_adapters_are_read_at_start_and_keep_their_slot(base: Path, folde
 
 
 def test_requests_end_cleanly_wherever_they_wait(base: Path, folders: list[Path]) -> None:
-    engine = make_engine(base, adapters=specs_of(folders[:3]), adapter_slots=1)
+    engine = read_at_once(make_engine(base, adapters=specs_of(folders[:3]), adapter_slots=1))
     now = 0.0
     engine.clock = lambda: now  # type: ignore[method-assign]
     for i, name in enumerate(("a0", "a1", "a2", "a1")):
@@ -390,7 +390,7 @@ def test_preempted_sequences_come_back_with_their_adapter(base: Path, folders: l
     expected = {}
     for request in requests:
         expected |= generate(roomy, request)
-    tight = make_engine(base, adapters=specs, num_blocks=12, adapter_slots=2)
+    tight = read_at_once(make_engine(base, adapters=specs, num_blocks=12, adapter_slots=2))
     assert generate(tight, *requests) == expected
     assert tight.load_snapshot().preemptions > 0
     assert_idle(tight)

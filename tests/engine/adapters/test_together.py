@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.adapters.files import write_adapter
-from tests.engine.harness import assert_idle, collect, generate, make_engine
+from tests.engine.harness import assert_idle, collect, generate, make_engine, read_at_once
 from tests.engine.tiny import write_checkpoint
 
 
@@ -28,11 +28,11 @@ def test_mixed_load_gives_what_each_request_gives_alone(tmp_path: Path) -> None:
     for request in requests:
         alone |= generate(roomy, request)
 
-    engine = make_engine(
+    engine = read_at_once(make_engine(
         base, adapters=specs, adapter_slots=2, adapter_host_slots=3, num_blocks=9, max_running=6, token_budget=32,
         speculation="ngram",
-    )  # fmt: skip
-    gone = {request.request_id for request in requests[::5]}
+    ))  # fmt: skip
+    gone = [request.request_id for request in requests[::5]]
     deltas = []
     for request in requests:
         engine.submit(request)
@@ -42,7 +42,7 @@ def test_mixed_load_gives_what_each_request_gives_alone(tmp_path: Path) -> None:
         output = engine.step()
         deltas += output.deltas if output else []
         if step % 7 == 3 and gone:
-            engine.abort(gone.pop())
+            engine.abort(gone.pop(0))
     got = collect(delta for delta in deltas)
     aborted = {delta.request_id for delta in deltas if delta.finish_reason == "abort"}
     assert aborted

@@ -210,7 +210,7 @@ class Slow(GuidanceCompiler):
     gate = threading.Event()
 
     def compile(self, grammar: str, interruptible: Interruptible | None = None) -> Any:
-        assert self.gate.wait(30)
+        assert self.gate.wait(200)
         return super().compile(grammar)
 
 

@@ -15,7 +15,7 @@ from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.engine.startup import adapters as startup_adapters
 from tests.engine.adapters.files import ALL, write_adapter
-from tests.engine.harness import assert_idle, collect, drain, generate, make_engine
+from tests.engine.harness import assert_idle, collect, drain, generate, make_engine, read_at_once
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -116,6 +116,7 @@ def test_with_speculation_preemption_prefixes_and_few_slots(base: Path, specs: t
         "speculation": "ngram",
     }  # fmt: skip
     with threaded_engine(base, 2, 2, adapters=specs, **tight) as engine:
+        read_at_once(engine)
         for _ in range(2):
             assert generate(engine, *batch) == expected
         load = engine.load_snapshot()
@@ -225,9 +226,10 @@ def test_a_mixed_load_with_aborts_and_reloads_gives_what_each_request_gives_alon
         "speculation": "ngram",
     }  # fmt: skip
     with threaded_engine(base, 2, 2, adapters=specs, **tight) as engine:
+        read_at_once(engine)
         pool = engine.adapters
         assert pool is not None
-        leaving = {request.request_id for request in batch[::5]}
+        leaving = [request.request_id for request in batch[::5]]
         for request in batch:
             engine.submit(request)
         deltas: list[Delta] = []
@@ -237,7 +239,7 @@ def test_a_mixed_load_with_aborts_and_reloads_gives_what_each_request_gives_alon
             output = engine.step()
             deltas += output.deltas if output else []
             if step % 7 == 3 and leaving:
-                engine.abort(leaving.pop())
+                engine.abort(leaving.pop(0))
             if step % 9 == 5:
                 pool.load(rng.choice(specs), lambda status: None)  # again, with the same content
         got = collect(deltas)

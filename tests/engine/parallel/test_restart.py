@@ -30,7 +30,7 @@ from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import eventually
 
 BATCH = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 9 * i)], 16) for i in range(4)]
-SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 2, "kv_dtype": "full", "watchdog_s": 30}
+SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 2, "kv_dtype": "full", "watchdog_s": 120}
 
 
 @pytest.fixture(scope="module")

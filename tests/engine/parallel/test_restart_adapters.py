@@ -25,7 +25,7 @@ from tests.engine.parallel.threads import _spawn, threaded_engine
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import eventually
 
-SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 3, "kv_dtype": "full", "watchdog_s": 30}
+SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 3, "kv_dtype": "full", "watchdog_s": 120}
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ class ThreadProcess:
 
     def kill(self) -> None:
         """A thread cannot be killed: it must leave by itself when its connection is closed."""
-        self._thread.join(20.0)
+        self._thread.join(100.0)
         assert not self._thread.is_alive(), "the rank did not leave by itself"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,11 +14,12 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.model_follower import ModelFollower
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
+from penstock.identity.labels import Labels, demand_of
 from penstock.metering.prices import PriceBook
-from penstock.protocol.control import Topology
+from penstock.protocol.control import Replica, Topology
 from penstock.protocol.errors import ModelNotFound
 from penstock.routing.place import ReplicaPlace
-from penstock.routing.placement import PlacementFacts
+from penstock.routing.placement import PlacementFacts, Placer
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.telemetry.metrics import Metrics
@@ -27,12 +31,20 @@ from tests.scripted import ScriptedEngine
 __all__ = ["text"]
 
 
-async def test_settings_that_change_while_a_model_is_served(text: TextModel) -> None:
-    backend = ReplicaSet("tiny", [InProcessBackend(ScriptedEngine(text))], places={"0": ReplicaPlace("chat")})
-    model = ServedModel("tiny", text, backend, aliases=("small",), created=7)
+@dataclass
+class World:
+    registry: ModelRegistry
+    admissions: Admissions
+    follower: ModelFollower
+
+    async def follow(self, *replicas: Replica, **described: Any) -> dict[str, str]:
+        described = {"name": "tiny", "source": "x", **described}
+        return await self.follower.follow(Topology({"tiny": list(replicas)}, {"tiny": described}))
+
+
+@asynccontextmanager
+async def following(model: ServedModel, settings: ModelSettings) -> AsyncIterator[World]:
     registry = ModelRegistry([model])
-    settings = GatewaySettings(models=(ModelSettings("tiny", "", aliases=("small",)),))
-    prices = PriceBook([settings.models[0].price])
     background = BackgroundTasks()
     admissions = Admissions(AdmissionConfig(), (), {}, registry, Metrics(lambda: ()))
     await admissions.start()
@@ -40,12 +52,20 @@ async def test_settings_that_change_while_a_model_is_served(text: TextModel) -> 
     async def forget(name: str) -> None:
         raise AssertionError("no answer is forgotten")
 
-    follower = ModelFollower(settings, registry, admissions, prices, forget, background)
-
-    async def follow(**described: Any) -> dict[str, str]:
-        return await follower.follow(Topology({"tiny": []}, {"tiny": {"name": "tiny", "source": "x", **described}}))
-
+    own = GatewaySettings(models=(settings,))
+    prices = PriceBook([settings.price])
     try:
+        yield World(registry, admissions, ModelFollower(own, registry, admissions, prices, forget, background))
+    finally:
+        await background.close()
+        await admissions.close()
+
+
+async def test_settings_that_change_while_a_model_is_served(text: TextModel) -> None:
+    backend = ReplicaSet("tiny", [InProcessBackend(ScriptedEngine(text))], places={"0": ReplicaPlace("chat")})
+    model = ServedModel("tiny", text, backend, aliases=("small",), created=7)
+    async with following(model, ModelSettings("tiny", "", aliases=("small",))) as it:
+        registry, admissions, follow = it.registry, it.admissions, it.follow
         # The gateway's own configuration holds until the fleet's description changes.
         assert await follow() == {} and registry.route("small").model is model
         pools = [{"name": "chat"}, {"name": "batch", "autoscale": {"min": 1, "max": 2}}]
@@ -63,6 +83,23 @@ async def test_settings_that_change_while_a_model_is_served(text: TextModel) -> 
         registry.add(ServedModel("other", text, ReplicaSet("other", [])))
         assert "two models are called" in (await follow(**{**changed, "aliases": ["other"]}))["tiny"]
         assert registry.route("little").model is model
-    finally:
-        await background.close()
-        await admissions.close()
+
+
+async def test_replicas_are_where_the_labels_of_their_model_say_until_they_say_it_themselves(text: TextModel) -> None:
+    def regions() -> list[str]:
+        return [member.place.region for member in backend.members]
+
+    def served(region: str) -> bool:
+        return not backend.unmet(demand_of([("region", region)], "a tenant"))
+
+    labels = (("region", "eu"),)
+    replica = InProcessBackend(ScriptedEngine(text))
+    backend = ReplicaSet("tiny", [replica], placer=Placer(labels=Labels(labels)))
+    async with following(ServedModel("tiny", text, backend), ModelSettings("tiny", "", labels=labels)) as it:
+        here = Replica(replica.name, "ipc://engine")
+        assert await it.follow(here, labels={"region": "eu"}) == {}
+        assert regions() == ["eu"] and served("eu") and not served("us")
+        assert await it.follow(here, labels={"region": "ch"}) == {}
+        assert regions() == ["ch"] and served("ch") and not served("eu")
+        assert await it.follow(Replica(replica.name, "ipc://engine", region="us"), labels={"region": "ch"}) == {}
+        assert regions() == ["us"] and served("us")
