@@ -271,16 +271,19 @@ def _run_generator(
 ) -> int:
     from dataclasses import replace
 
-    from penstock.sources.adapters import rank_of_listed, resolve_adapter
+    from penstock.sources.adapters import needs_of_listed, resolve_adapter
 
     def grammars(vocab_size: int) -> GrammarCompiler:
         from penstock.text.vocabulary import grammars_of  # a tokenizer, which only grammars need here
 
         return grammars_of(path)(vocab_size)
 
-    rank = model.adapter_rank or rank_of_listed(model.adapters)
+    rank, vectors = model.adapter_rank, model.adapter_vectors
+    if rank is None or vectors is None:
+        needs = needs_of_listed(model.adapters)
+        rank, vectors = rank or needs.rank, needs.vectors if vectors is None else vectors
     return process.run_generator(
-        replace(model.engine_config(str(path)), role=role, adapter_rank=rank),
+        replace(model.engine_config(str(path)), role=role, adapter_rank=rank, adapter_vectors=vectors),
         grammars=grammars,
         find_adapter=resolve_adapter,
         watchdog_s=model.watchdog_s,

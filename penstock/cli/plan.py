@@ -98,6 +98,13 @@ def plan(
         int,
         typer.Option(min=0, rich_help_panel=_HARDWARE, help="Rows of embedding and head that each may replace."),
     ] = 64,
+    adapter_vectors: Annotated[
+        bool,
+        typer.Option("--adapter-vectors", rich_help_panel=_HARDWARE, help="Some have DoRA, biases, IA3 or norms."),
+    ] = False,
+    adapter_blocks: Annotated[
+        int, typer.Option(min=0, rich_help_panel=_HARDWARE, help="Size of OFT blocks, if all of them are OFT.")
+    ] = 0,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -248,6 +255,8 @@ def plan(
         adapter_slots=adapters,
         adapter_rank=adapter_rank,
         adapter_rows=adapter_rows,
+        adapter_vectors=adapter_vectors,
+        adapter_blocks=adapter_blocks,
         headroom=Headroom(utilisation, _or(spares, 0 if own else 1)),
         mix=PriceMix(1 - reserved - spot, reserved, spot),
         overheads=Overheads(

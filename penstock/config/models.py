@@ -234,6 +234,15 @@ class ModelConfig:
         "device memory is reserved for them in every slot. When not set, those of the listed adapters in local "
         "folders, and at least 64; on CPU any number.", least=0, example="128256",
     )  # fmt: skip
+    adapter_vectors: bool | None = setting(
+        None, doc="Whether a GPU reserves memory in every slot for what adapters do to single outputs of linears and "
+        "to norms (DoRA, biases, IA3, norms); without, their steps are slower. When not set: whether a listed adapter "
+        "does that.", example="true",
+    )  # fmt: skip
+    adapter_memory: int | None = setting(
+        None, doc="Memory of each GPU that is left free for what adapters have beside their slots, such as the blocks "
+        "of OFT. When not set, what the listed adapters in local folders need.", least=0, size=True, example="512MiB",
+    )  # fmt: skip
     adapter_tokens: int | None = setting(
         None, doc="Tokens that an adapter may add to the model's vocabulary, or put before prompts (prompt tuning). "
         "When not set, those of the listed adapters in local folders.", least=0, most=65536, example="16",

@@ -24,6 +24,8 @@ BESIDES = (
         "adapter_experts",
         "adapter_rows",
         "adapter_tokens",
+        "adapter_vectors",
+        "adapter_memory",
         "watchdog_s",
         "stream_interval_s",
         "time_slice",

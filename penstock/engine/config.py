@@ -143,6 +143,14 @@ class EngineConfig:
     """Rows of embedding and head that an adapter may replace, each; device memory is reserved for them in every slot.
     Not set: those of the `adapters` that are folders on this machine, and at least 64; on CPU, where nothing is
     reserved, any number."""
+    adapter_vectors: bool | None = None
+    """Whether device memory is reserved in every slot for what adapters do to single outputs of linears and to norms
+    (DoRA, biases, IA3, norms). Not set: whether one of the `adapters` that are folders on this machine does that.
+    Without it such adapters lie in what is left free, and their steps are not captured. On CPU nothing is reserved."""
+    adapter_memory: int | None = None
+    """Bytes of a device that are left free for what adapters have beside their slots: blocks that turn inputs (OFT),
+    and vectors and norms where nothing is reserved for these. Not set: what the `adapters` that are folders on this
+    machine need of it. On CPU it means nothing."""
     adapter_tokens: int | None = None
     """Tokens that an adapter may have behind the model's vocabulary. Not set: those of the `adapters` that are folders
     on this machine."""

@@ -41,6 +41,8 @@ class Options:
     adapter_slots: int = 0
     adapter_rank: int = 16
     adapter_rows: int = 64
+    adapter_vectors: bool = False
+    adapter_blocks: int = 0
     headroom: Headroom = field(default_factory=Headroom)
     mix: PriceMix = field(default_factory=PriceMix)
     overheads: Overheads = field(default_factory=Overheads)
@@ -129,7 +131,8 @@ def deployments(
                         weight_dtype=weights, kv_dtype=kv, max_model_len=context, host_memory=options.host_memory,
                         shared_prefix=shared_prefix, speculation=options.speculation,
                         adapter_slots=options.adapter_slots, adapter_rank=options.adapter_rank,
-                        adapter_rows=options.adapter_rows,
+                        adapter_rows=options.adapter_rows, adapter_vectors=options.adapter_vectors,
+                        adapter_blocks=options.adapter_blocks,
                     )  # fmt: skip
                 except ConfigError as error:
                     yield Rejected(f"{device.name}, TP {tensor}, PP {stages}", "layout", str(error), float("inf"))

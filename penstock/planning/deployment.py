@@ -88,12 +88,16 @@ class Deployment:
     """Largest rank of an adapter: memory is reserved for it."""
     adapter_rows: int = 64
     """Rows of the embedding, and of the head, that an adapter may replace; the same."""
+    adapter_vectors: bool = False
+    """Whether memory is reserved for what adapters do to single outputs and norms."""
+    adapter_blocks: int = 0
+    """Size of the blocks by which each adapter turns the inputs of every linear (OFT); 0: none does."""
 
     def __post_init__(self) -> None:
         for name, least in (
             ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
             ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
-            ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0),
+            ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0), ("adapter_blocks", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:

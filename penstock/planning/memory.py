@@ -239,7 +239,7 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
     runtime = RUNTIME_BYTES[kind] + (COLLECTIVE_BYTES if deployment.devices > 1 else 0)
     activations = activation_bytes(deployment) + gathered_bytes(deployment) if kind == "gpu" else 0
     adapters = adapter_bytes(deployment, stage) + adapter_row_bytes(deployment, stage)
-    adapters += adapter_vector_bytes(deployment, stage)
+    adapters += adapter_vector_bytes(deployment, stage) + adapter_block_bytes(deployment, stage)
     free = capacity - runtime - weights - adapters - activations
     room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
     if deployment.kv_memory is not None:
@@ -305,9 +305,10 @@ def adapter_row_bytes(deployment: Deployment, stage: int = 0) -> int:
 
 
 def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
-    """Bytes of what adapters do to single outputs and norms, on each device of a stage: a GPU has a scale and a shift
-    for every output in every slot, and gains for two norms of every layer (`engine.backends.cuda.slot_tables`)."""
-    if deployment.device.kind != "gpu":
+    """Bytes of what adapters do to single outputs and norms, on each device of a stage: where some adapter has such, a
+    GPU has a scale and a shift for every output in every slot, and gains for two norms of every layer
+    (`engine.backends.cuda.slot_tables`)."""
+    if deployment.device.kind != "gpu" or not deployment.adapter_vectors:
         return 0
     shape, tensor = deployment.shape, deployment.tensor_parallel
     mla = shape.mla
@@ -324,6 +325,22 @@ def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
         columns += shape.hidden + -(-shape.vocab // tensor)
     gains = (2 * (last - first) + 1) * shape.hidden
     return deployment.adapter_slots * 4 * (2 * columns + gains)
+
+
+def adapter_block_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of the blocks by which adapters turn the inputs of linears (`engine.adapters.inputs`), in float32: a row of
+    a block for every input of query, key, value, output, gate, up and down. Of experts and what is not attention of
+    this kind there are none."""
+    shape, size = deployment.shape, deployment.adapter_blocks
+    if not size or shape.mla is not None:
+        return 0
+    first, last = _span(deployment, stage)
+    tensor, inputs = deployment.tensor_parallel, 0
+    for layer in range(first, last):
+        inputs += 3 * shape.hidden + shape.heads * shape.head_dim // tensor
+        if shape.moe is None or not shape.moe.layers[layer]:
+            inputs += 2 * shape.hidden + shape.ffn // tensor
+    return deployment.adapter_slots * 4 * size * inputs
 
 
 def _altered_rest(deployment: Deployment, layer: int) -> int:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.engine.adapters.spec import CONFIG, WEIGHTS, AdapterSpec, default_rank
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS, AdapterSpec, changes_outputs, default_rank
 from penstock.errors import SourceError
 
 if TYPE_CHECKING:
@@ -122,13 +123,27 @@ def check_adapter(source: str) -> None:
         )
 
 
-def rank_of_listed(specs: Sequence[AdapterSpec]) -> int:
-    """`adapter_rank` when none is configured: the largest rank of these adapters. Of those that are elsewhere only the
-    configuration is fetched, and one that cannot be fetched now does not count."""
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What slots are made for."""
+
+    rank: int
+    """`adapter_rank` when none is configured: the largest rank of the listed adapters."""
+    vectors: bool
+    """`adapter_vectors` when it is not configured: whether one of them changes single outputs or norms."""
+
+    @classmethod
+    def of(cls, folders: Sequence[Path]) -> Needs:
+        return cls(default_rank(folders), any(map(changes_outputs, folders)))
+
+
+def needs_of_listed(specs: Sequence[AdapterSpec]) -> Needs:
+    """What these adapters need. Of those that are elsewhere only the configuration is fetched, and one that cannot be
+    fetched now does not count."""
     folders = [Path(spec.source).expanduser() for spec in specs if not _is_remote(spec.source)]
     remote = [spec for spec in specs if _is_remote(spec.source)]
     if not remote:
-        return default_rank(folders)
+        return Needs.of(folders)
     with tempfile.TemporaryDirectory(prefix="penstock-adapters-", ignore_cleanup_errors=True) as scratch:
         pool = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="adapter configurations")
         lookups = {
@@ -144,13 +159,14 @@ def rank_of_listed(specs: Sequence[AdapterSpec]) -> int:
                 folders.append(lookup.result())
             else:
                 problems[lookups[lookup].name] = str(error)
-        rank = default_rank(folders)
+        needs = Needs.of(folders)
     for name, problem in problems.items():
         log.warning(
-            "the rank of adapter %s is not known (%s): slots are made for rank %d; set adapter_rank if it has more",
-            name, problem, rank,
+            "the rank of adapter %s is not known (%s): slots are made for rank %d, or adapter_rank; set that, and "
+            "adapter_vectors, if it needs more",
+            name, problem, needs.rank,
         )  # fmt: skip
-    return rank
+    return needs
 
 
 def _fetch_config(source: str, scratch: Path) -> Path:

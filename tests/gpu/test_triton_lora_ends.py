@@ -178,3 +178,39 @@ def test_engine_with_tokens_of_adapters() -> None:
                 margins = references[request.adapter].margins(request.prompt, got[request.request_id])
                 assert float(margins.max()) < TIE, (family, request.request_id, request.adapter, margins)
             assert_idle(engine)
+
+
+def test_engine_with_virtual_tokens() -> None:
+    """Prompt tuning: prompts are launched one by one, decodes behind them are those of the model, from its graphs."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.files import write_adapter
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.adapters.test_virtual_tokens import COUNTS, Prefixed, write_prompt
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(7)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        base = write_checkpoint("llama-mqa-tied", root / "base")
+        paths = {name: write_prompt(root / name, base, name, seed=seed) for seed, name in enumerate(COUNTS)}
+        references: dict[str, Reference] = {name: Prefixed(base, path) for name, path in paths.items()}
+        references[""] = Reference(base)
+        specs = [AdapterSpec(name, str(path)) for name, path in paths.items()]
+        specs.append(AdapterSpec("lora", str(write_adapter(root / "lora", base, rank=4))))
+        engine = make_engine(
+            base, device="cuda", adapters=tuple(specs), adapter_slots=3, max_running=8, num_blocks=200, token_budget=32
+        )
+        names = [*references, "lora"]
+        asked = {
+            f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 60))], names[i % len(names)])
+            for i in range(15)
+        }
+        got = generate(engine, *(ask(id, prompt, name, 12) for id, (prompt, name) in asked.items()))
+        for id, (prompt, name) in asked.items():
+            if name != "lora":
+                margins = references[name].margins(prompt, got[id])
+                assert float(margins.max()) < TIE, (id, name, margins)
+        assert_idle(engine)

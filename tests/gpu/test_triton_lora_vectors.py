@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from penstock.engine.adapters.apply import FusedLora, GraphLora
 from penstock.engine.adapters.norms import NormBank
 from penstock.engine.adapters.vectors import SiteVectors, VectorBank
+from penstock.engine.backends.cuda.backend import CudaBackend
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -107,6 +108,15 @@ def test_adapters_come_and_go_without_waiting_for_the_device() -> None:
 def test_a_kernel_is_known_as_one_for_graphs_before_any_step() -> None:
     kernel = TritonLora(ENDS, 2, 16, torch.float32, DEVICE)
     assert isinstance(kernel, GraphLora) and isinstance(kernel, FusedLora)
+
+
+def test_tables_are_taken_only_where_they_are_reserved() -> None:
+    backend = CudaBackend.__new__(CudaBackend)
+    backend.device = DEVICE
+    norms = [((0, "first"), rand(48))]
+    for reserved, kinds in ((True, (VectorTable, NormTable)), (False, (VectorBank, NormBank))):
+        made = backend.vector_bank(ENDS, 2, reserved=reserved), backend.norm_bank(norms, 2, reserved=reserved)
+        assert tuple(map(type, made)) == kinds, made
 
 
 def test_norms_have_the_gains_of_each_tokens_adapter() -> None:
@@ -195,6 +205,14 @@ def test_engine_with_dora_biases_and_norms() -> None:
             for id, (prompt, name) in asked.items():
                 margins = references[name].margins(prompt, got[id])
                 assert float(margins.max()) < TIE, (family, id, name, margins)
+            unreserved = make_engine(
+                base, device="cuda", adapters=tuple(specs), adapter_slots=2, max_running=8, num_blocks=200,
+                token_budget=96, adapter_vectors=False,
+            )  # fmt: skip
+            assert unreserved.runner.executor.altered_graphs is None
+            again = generate(unreserved, *(ask(id, prompt, name, 16) for id, (prompt, name) in asked.items()))
+            for id, (prompt, name) in asked.items():
+                assert float(references[name].margins(prompt, again[id]).max()) < TIE, (family, id, name, "unreserved")
             altered = engine.runner.executor.altered_graphs
             # Steps with norms of queries and keys are launched one by one, and so is what runs beside them.
             assert altered is not None and (altered._captured or family == "qwen3-qknorm"), "outside of graphs"

@@ -30,7 +30,7 @@ def deployed(shape: ModelShape = SMALL, on: str = "h100", **settings: Any) -> De
     [
         ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
         ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
-        ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0),
+        ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0), ("adapter_blocks", 0),
     ],
 )  # fmt: skip
 def test_the_least_of_a_setting(name: str, least: int) -> None:

@@ -138,7 +138,7 @@ def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) ->
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_vectors_of_adapters_have_the_bytes_of_the_engines_tables(name: str, tensor: int) -> None:
     local = local_config(read_config(known_config(name)), Place(0, tensor, 1))
-    deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3)
+    deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3, adapter_vectors=True)
     layout = layout_of(local, experts=False, head_rows=-(-local.vocab_size // tensor))
     gains = (2 * local.num_layers + 1) * local.hidden_size
     assert adapter_vector_bytes(deployment) == 3 * 4 * (2 * layout.columns + gains)

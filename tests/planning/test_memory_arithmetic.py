@@ -16,6 +16,7 @@ from penstock.planning.memory import (
     RUNTIME_BYTES,
     MemoryPlan,
     activation_bytes,
+    adapter_block_bytes,
     adapter_bytes,
     adapter_row_bytes,
     adapter_vector_bytes,
@@ -271,15 +272,30 @@ def test_rows_that_adapters_replace() -> None:
 def test_vectors_of_adapters() -> None:
     """A scale and a shift for every output, and gains of two norms of a layer and of the last one, in float32."""
     layer, ends, norms = 48 + 2 * 24 + 24 + 2 * 60 + 24, 24 + 101, 11 * 24
-    assert adapter_vector_bytes(deployed(adapter_slots=3)) == 3 * 4 * (2 * (5 * layer + ends) + norms)
-    assert adapter_vector_bytes(deployed(adapter_slots=3, on="cpu-16")) == 0
+    assert adapter_vector_bytes(deployed(adapter_slots=3)) == 0, "plain LoRA has none"
+    assert adapter_vector_bytes(deployed(adapter_slots=3, adapter_vectors=True)) == 3 * 4 * (
+        2 * (5 * layer + ends) + norms
+    )
+    assert adapter_vector_bytes(deployed(adapter_slots=3, adapter_vectors=True, on="cpu-16")) == 0
     split, split_ends = 16 + 2 * 8 + 24 + 2 * 20 + 24, 24 + 34
-    stages = deployed(adapter_slots=1, tensor_parallel=3, pipeline_parallel=2)
+    stages = deployed(adapter_slots=1, tensor_parallel=3, pipeline_parallel=2, adapter_vectors=True)
     sizes = [(2 * split + split_ends, 5 * 24), (3 * split, 7 * 24)]
     assert [adapter_vector_bytes(stages, stage) for stage in (0, 1)] == [4 * (2 * a + b) for a, b in sizes]
-    routed = adapter_vector_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1))
+    routed = adapter_vector_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1, adapter_vectors=True))
     experts = 48 + 2 * 24 + 24 + 5 + 2 * 6 + 24
     assert routed == 4 * (2 * (layer + 4 * experts + ends) + norms)
+
+
+def test_blocks_of_adapters_that_turn_inputs() -> None:
+    """A row of a block in float32 for every input: of q, k, v, gate and up the hidden size, of o and down their own."""
+    layer = 3 * 24 + 48 + 2 * 24 + 60
+    assert adapter_block_bytes(deployed(adapter_slots=3)) == 0
+    assert adapter_block_bytes(deployed(adapter_slots=3, adapter_blocks=4)) == 3 * 4 * 4 * 5 * layer
+    stages = deployed(adapter_slots=1, adapter_blocks=2, tensor_parallel=3, pipeline_parallel=2)
+    split = 3 * 24 + 16 + 2 * 24 + 20
+    assert [adapter_block_bytes(stages, stage) for stage in (0, 1)] == [4 * 2 * 2 * split, 4 * 2 * 3 * split]
+    routed = adapter_block_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1, adapter_blocks=1))
+    assert routed == 4 * (5 * (3 * 24 + 48) + 2 * 24 + 60)
 
 
 def test_adapters() -> None:
@@ -299,9 +315,9 @@ def test_adapters() -> None:
     attention, dense = 3 * 24 + 48 + 2 * 24 + 48 + 24, 2 * 24 + 2 * 60 + 60 + 24
     routed = 24 + 5 + (2 * 24 + 2 * 6 + 6 + 24)
     assert experts == (5 * attention + dense + 4 * routed + ends) * 2
-    two = deployed(adapter_slots=2)
-    together = adapter_bytes(two) + adapter_row_bytes(two) + adapter_vector_bytes(two)
-    plan = with_room(BLOCK * 100 + together, adapter_slots=2)
+    two = deployed(adapter_slots=2, adapter_vectors=True, adapter_blocks=8)
+    together = adapter_bytes(two) + adapter_row_bytes(two) + adapter_vector_bytes(two) + adapter_block_bytes(two)
+    plan = with_room(BLOCK * 100 + together, adapter_slots=2, adapter_vectors=True, adapter_blocks=8)
     assert plan.blocks == 92 and plan.adapters == together
     assert plan.capacity == plan.weights + plan.adapters + plan.runtime + plan.activations + plan.kv_room + plan.reserve
 

@@ -16,7 +16,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.startup.adapters import adapter_rank
 from penstock.errors import SourceError
 from penstock.sources import adapters, hub
-from penstock.sources.adapters import TextFetcher, adapter_folder, rank_of_listed
+from penstock.sources.adapters import TextFetcher, adapter_folder, needs_of_listed
 from penstock.sources.hub import HubSource
 from tests.sources.test_hub import Hub
 from tests.sources.test_hub import hub as hub_server
@@ -40,7 +40,7 @@ def test_the_largest_listed_rank_counts_and_what_cannot_be_read_does_not(tmp_pat
     for listed, rank in (
         ([], 16), ([small], 16), ([small, large], 64), ([huge], 512), ([odd, none, strange], 16)
     ):  # fmt: skip
-        assert rank_of_listed(listed) == rank
+        assert needs_of_listed(listed).rank == rank
         assert adapter_rank(EngineConfig(model="m", adapters=tuple(listed))) == rank
     assert adapter_rank(EngineConfig(model="m", adapters=(large,), adapter_rank=8)) == 8, "what is set is a limit"
     assert ModelConfig(source="m").engine_config("m").adapter_rank is None
@@ -62,7 +62,7 @@ def test_of_adapters_elsewhere_only_the_configuration_is_fetched(
     monkeypatch.setattr(hub, "fetch_file", fetch)
     listed = [AdapterSpec("a", "hf:org/a"), AdapterSpec("gone", "hf:org/gone"), written(tmp_path / "here", 20)]
     with caplog.at_level(logging.WARNING, "penstock.engine"):
-        assert rank_of_listed(listed) == 48
+        assert needs_of_listed(listed).rank == 48
     assert sorted(asked) == ["org/a adapter_config.json", "org/gone adapter_config.json"]
     assert "the rank of adapter gone is not known (no answer from the hub)" in caplog.text
 
@@ -75,7 +75,7 @@ def test_a_hub_that_does_not_answer_holds_up_the_start_only_so_long(
     monkeypatch.setattr(adapters, "_LOOKUP_S", 0.05)
     monkeypatch.setattr(hub, "fetch_file", lambda *_: never.wait(30))
     with caplog.at_level(logging.WARNING, "penstock.engine"):
-        assert rank_of_listed([AdapterSpec("a", "hf:org/a")]) == 16
+        assert needs_of_listed([AdapterSpec("a", "hf:org/a")]).rank == 16
     never.set()
     assert "no answer in time" in caplog.text
 

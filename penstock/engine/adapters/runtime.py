@@ -45,6 +45,10 @@ class AdaptedModel:
     layers take other launches than those of the plain decoder."""
     altered: Decoder | None = None
     """One for steps in which some adapter changes single outputs (see `adapters.vectors`) or norms."""
+    captures_altered: bool = True
+    """Whether slots have tables for that, so that such steps may be captured."""
+    beside: int = 0
+    """Bytes of the device that are to stay free for what adapters have beside their slots."""
 
     def with_altered(self) -> AdaptedModel:
         """The same with a decoder of that name, made when all others are connected to their ranks."""
@@ -123,8 +127,8 @@ class AdapterRuntime:
                 self.kernel.put(slot, adapter)
             except torch.OutOfMemoryError as error:  # smaller steps would not help
                 raise NoDeviceMemory(
-                    f"adapter {adapter.name} does not fit into device memory beside the model: lower memory_share or "
-                    "kv_memory, or merge the adapter into the model"
+                    f"adapter {adapter.name} does not fit into device memory beside the model: raise adapter_memory, "
+                    "lower memory_share or kv_memory, or merge the adapter into the model"
                 ) from error
             if self._others is not None:
                 self._others.put(slot, adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT")
 """Kinds that are rows of the embedding for tokens before every prompt."""
+
+_OF_OUTPUTS = ("IA3", "BEFT", "LN_TUNING")
+"""Kinds that change single outputs of linears, or norms."""
+_ENDS = ("embed_tokens", "lm_head")
+"""Modules that may be saved as a whole and are no norms."""
 
 AdapterState = Literal["known", "loading", "ready", "failed"]
 """`known`: it will be read when it is first asked for. `ready`: in host memory, perhaps in a slot too."""
@@ -110,6 +116,35 @@ def _stored_rank(folder: Path) -> int:
         return stored_rank(config, shapes)
     except _UNREADABLE:
         return 0
+
+
+def changes_outputs(folder: Path) -> bool:
+    """Whether the adapter in a folder changes single outputs of linears, or norms, by its configuration; False where it
+    cannot be read."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        saved = config.get("modules_to_save") or []
+        norms = any(name.rpartition(".")[2] not in _ENDS for name in saved)
+        biases = config.get("bias") not in (None, "none") or config.get("lora_bias")
+        return bool(norms or biases or config.get("use_dora") or config.get("peft_type") in _OF_OUTPUTS)
+    except _UNREADABLE:
+        return False
+
+
+def input_blocks(folder: Path) -> dict[str, int]:
+    """The size of the blocks by which the adapter in a folder turns inputs, by the path of each module; empty where it
+    turns none, or cannot be read."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        if config.get("peft_type") != "OFT":
+            return {}
+        shapes = {name: tensor["shape"] for name, tensor in _header(folder).items() if ".oft_R" in name}
+        return {
+            name.partition(".oft_R")[0].removeprefix("base_model.model."): (1 + math.isqrt(1 + 8 * shape[1])) // 2
+            for name, shape in shapes.items()
+        }
+    except _UNREADABLE:
+        return {}
 
 
 def changes_experts(folder: Path) -> bool:

@@ -172,12 +172,13 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
         """Holds up to `slots` adapters of up to `rank`, in `dtype`."""
 
-    def vector_bank(self, layout: AdapterLayout, slots: int) -> Vectors:
-        """Holds what the adapters of `slots` slots do to single outputs."""
+    def vector_bank(self, layout: AdapterLayout, slots: int, *, reserved: bool) -> Vectors:
+        """Holds what the adapters of `slots` slots do to single outputs. `reserved`: in memory that is taken now, where
+        the device has its own, so that captured steps find it."""
         return VectorBank(slots, self.device)
 
-    def norm_bank(self, norms: Sequence[tuple[Norm, Tensor]], slots: int) -> Norms:
-        """Holds the norms that they replace, of those that `norms_of` knows."""
+    def norm_bank(self, norms: Sequence[tuple[Norm, Tensor]], slots: int, *, reserved: bool) -> Norms:
+        """Holds the norms that they replace, of those that `norms_of` knows; `reserved`: likewise."""
         return NormBank(slots, norms, self.device)
 
     def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
 from penstock.engine.adapters.head_norms import HeadNormBank, head_norms_in_layer
 from penstock.engine.adapters.inputs import InputBank
+from penstock.engine.adapters.kinds.modules import layer_of, site_of
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.norm_tensors import NormNames
@@ -24,7 +25,9 @@ from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
 from penstock.engine.adapters.spec import (
     DEFAULT_SLOTS,
     changes_experts,
+    changes_outputs,
     default_rank,
+    input_blocks,
     name_problem,
     replaced_rows,
     stored_tokens,
@@ -66,6 +69,37 @@ def with_experts(config: EngineConfig, backend: Backend) -> bool:
     if config.adapter_experts is not None:
         return config.adapter_experts
     return backend.in_host_memory or any(changes_experts(Path(spec.source).expanduser()) for spec in config.adapters)
+
+
+def with_vectors(config: EngineConfig) -> bool:
+    """Whether slots have room for what adapters do to single outputs and norms, where that is reserved: as configured,
+    or where a listed one that is a folder here does that."""
+    if config.adapter_vectors is not None:
+        return config.adapter_vectors
+    return any(changes_outputs(Path(spec.source).expanduser()) for spec in config.adapters)
+
+
+def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut) -> int:
+    """Bytes that are to stay free for what adapters have beside their slots: as configured, or what the listed ones
+    that are folders here need if the largest are in slots together. `cut`: this process's part of the model."""
+    if backend.in_host_memory:
+        return 0
+    if config.adapter_memory is not None:
+        return config.adapter_memory
+    found = [_block_bytes(input_blocks(Path(spec.source).expanduser()), cut) for spec in config.adapters]
+    return sum(sorted(found, reverse=True)[: slot_count(config)])
+
+
+def _block_bytes(blocks: Mapping[str, int], cut: AdapterCut) -> int:
+    """What blocks of these sizes take in float32, of the modules that this process has."""
+    first, last = cut.layers
+    total = 0
+    for path, size in blocks.items():
+        place, layer = site_of(cut.whole, path), layer_of(path)
+        if place is not None and layer is not None and first <= layer < last:
+            low, high = cut.inputs[place[0]]
+            total += 4 * size * (high - low)
+    return total
 
 
 def row_count(config: EngineConfig, backend: Backend) -> int | None:
@@ -168,11 +202,13 @@ def adapt_model(
             room=room,
             one_by_one=decoder.ops.batch_invariant,
         )
-    kernel.vectors = backend.vector_bank(layout, slots)
+    reserved = with_vectors(config)
+    kernel.vectors = backend.vector_bank(layout, slots, reserved=reserved)
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
-        return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read)
+        beside = beside_slots(config, backend, cut)
+        return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read, beside=beside)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
     summed = {site.attribute for site, whole in pairs if site.inputs != whole.inputs}
     narrow = adapt(decoder, kernel, layout, sites=1, summed=summed) if isinstance(kernel, FusedLora) else None
@@ -183,8 +219,11 @@ def adapt_model(
     # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
     other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
     always = decoder.ops.batch_invariant and other_launches
-    kernel.norms = backend.norm_bank(norms_of(decoder), slots)
-    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always)
+    kernel.norms = backend.norm_bank(norms_of(decoder), slots, reserved=reserved)
+    return AdaptedModel(
+        kernel, plain, layout, dtype, read, narrow, further, always, captures_altered=reserved,
+        beside=beside_slots(config, backend, cut),
+    )  # fmt: skip
 
 
 def manage_adapters(

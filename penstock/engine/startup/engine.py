@@ -36,7 +36,7 @@ from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
-from penstock.engine.startup.adapters import adapter_rank, manage_adapters
+from penstock.engine.startup.adapters import adapter_rank, manage_adapters, with_vectors
 from penstock.engine.startup.kept_files import mark_weights
 from penstock.engine.startup.memory import sliding_window
 from penstock.engine.startup.offload import Tiers, check_tiers, open_tiers
@@ -63,7 +63,9 @@ def load_engine(
     if checkpoint is not None and config.disk_persistent:
         raise ConfigError("disk_persistent: weights that exist in memory only could not be known again")
     # Once, for all ranks.
-    config = spread_draft(replace(config, adapter_rank=adapter_rank(config)), checkpoint)
+    config = spread_draft(
+        replace(config, adapter_rank=adapter_rank(config), adapter_vectors=with_vectors(config)), checkpoint
+    )
     if config.ranks == 1:
         if config.expert_parallel or config.attention_parallel == "data":
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")

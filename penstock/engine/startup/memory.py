@@ -41,10 +41,12 @@ def size_cache(
     max_model_len: int,
     budget: int,
     beside: int = 0,
+    apart: int = 0,
 ) -> CacheSize:
     """As asked for, or a share of what is left.
 
-    `beside`: bytes that every block needs outside this cache (in a draft model's).
+    `beside`: bytes that every block needs outside this cache (in a draft model's). `apart`: bytes that are to stay
+    free.
     """
     shape = decoder.cache_shape(config.block_size, dtype)
     rows, kept = max_running + 1, config.kept_states
@@ -57,7 +59,8 @@ def size_cache(
     block_bytes = shape.block_bytes + beside
     memory = config.kv_memory
     if memory is None:
-        memory = _room(config, backend, _activation_bytes(backend, decoder, dtype, budget, config.block_size))
+        taken = _activation_bytes(backend, decoder, dtype, budget, config.block_size) + apart
+        memory = _room(config, backend, taken)
     elif memory > (free := backend.memory.available()):
         raise ConfigError(f"kv_memory: {_gib(memory)} are more than the {_gib(free)} that are free on {backend.device}")
     memory -= shape.state_bytes * (rows + (kept or 0))

@@ -215,6 +215,7 @@ def load_part(
             max_model_len=wanted_len,
             budget=budget,
             beside=beside,
+            apart=0 if adapters is None else adapters.beside,
         )
         shape = _tapped(decoder, stage_tap).cache_shape(config.block_size, kv_dtype)
         if model.recurrent or not shape.blocks_suffice:

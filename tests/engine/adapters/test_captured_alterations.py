@@ -4,6 +4,7 @@ Without a GPU: a "captured" step is one that is called again, on the reference b
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,27 @@ def test_each_request_gets_its_adapter_from_captured_steps(tmp_path: Path, famil
         assert (replays[Kind.ALTERED] > 5) is altered, (names, replays)
         assert altered or replays[Kind.ADAPTED] > 5, (names, replays)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("grid", [None, pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_where_nothing_is_reserved_they_are_launched_one_by_one(
+    tmp_path: Path, replays: Counter[Kind], grid: tuple[int, int] | None
+) -> None:
+    """`adapter_vectors: false`: the same answers, without captured steps of this kind; others stay captured."""
+    base, specs, references = written(tmp_path, "llama-mha-bias")
+    settings = SETTINGS | {"adapters": specs, "adapter_vectors": False}
+    with contextlib.ExitStack() as stack:
+        if grid is None:
+            engine = make_engine(base, **settings)
+        else:
+            engine = stack.enter_context(threaded_engine(base, *grid, **settings))
+        asked = {f"r{name}": (prompt, name) for name, prompt in zip(references, prompts(4), strict=True)}
+        got = generate(engine, *(ask(id, prompt, name, 8) for id, (prompt, name) in asked.items()))
+        for id, (prompt, name) in asked.items():
+            assert references[name].agrees(prompt, got[id], TIE), id
+        assert replays[Kind.ALTERED] == 0
+        generate(engine, ask("alone", prompts(1)[0], "lora", 8))
+        assert replays[Kind.ADAPTED] > 5
 
 
 def test_other_ranks_replay_the_same_steps(

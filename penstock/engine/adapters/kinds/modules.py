@@ -91,6 +91,12 @@ def modules_of(
     return modules, others
 
 
+def layer_of(path: str) -> int | None:
+    """The layer of the module with this path; None: it is in none."""
+    inside = _LAYER.fullmatch(path)
+    return None if inside is None else int(inside[1])
+
+
 def site_of(layout: AdapterLayout, path: str) -> tuple[int, int] | None:
     """The site of the module with this path, and which part of it; -1: all parts."""
     inside = _LAYER.fullmatch(path)

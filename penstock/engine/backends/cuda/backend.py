@@ -126,10 +126,14 @@ class CudaBackend(TorchCudaBackend):
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
         return TritonLora(layout, slots, rank, dtype, self.device, fixed=self.ops.batch_invariant)
 
-    def vector_bank(self, layout: AdapterLayout, slots: int) -> Vectors:
+    def vector_bank(self, layout: AdapterLayout, slots: int, *, reserved: bool) -> Vectors:
+        if not reserved:
+            return super().vector_bank(layout, slots, reserved=False)
         return VectorTable(layout, slots, self.device)
 
-    def norm_bank(self, norms: Sequence[tuple[Norm, Tensor]], slots: int) -> Norms:
+    def norm_bank(self, norms: Sequence[tuple[Norm, Tensor]], slots: int, *, reserved: bool) -> Norms:
+        if not reserved:
+            return super().norm_bank(norms, slots, reserved=False)
         return NormTable(norms, slots, self.device)
 
     def executor(self, resources: RunnerResources) -> Executor:

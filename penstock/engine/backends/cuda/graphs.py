@@ -85,7 +85,7 @@ class GraphExecutor(EagerExecutor):
                 further = adapters.further.captured()
                 self._expects_experts = any(site.experts for site in adapters.layout.sites)
                 self.further_graphs = self.graphs.with_adapters(further, adapters.kernel, Kind.FURTHER)
-            if adapters.altered is not None:
+            if adapters.altered is not None and adapters.model.captures_altered:
                 altered = adapters.altered.captured()
                 self.altered_graphs = self.graphs.with_adapters(altered, adapters.kernel, Kind.ALTERED)
             if adapters.narrow is not None:

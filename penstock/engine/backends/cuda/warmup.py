@@ -67,7 +67,7 @@ def compile_kernels(
                 _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
             _visit_ends(adapters, limits, device)
             altered = adapters.with_altered().altered
-            if altered is not None and isinstance(adapters.kernel, TritonLora):
+            if altered is not None and adapters.captures_altered and isinstance(adapters.kernel, TritonLora):
                 for layer in {id(layer): layer for layer in (altered.layers[0], altered.layers[-1])}.values():
                     alone = dataclasses.replace(altered, layers=[layer])
                     _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits, altered=True)

@@ -1,0 +1,114 @@
+"""What slots have room for follows from the listed adapters: tables of vectors and norms, and memory for blocks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from penstock.engine.adapters.inputs import InputBlocks
+from penstock.engine.adapters.layout import layout_of, uncut
+from penstock.engine.adapters.peft import read_adapter
+from penstock.engine.adapters.spec import AdapterSpec, changes_outputs, input_blocks
+from penstock.engine.backends.backend import Backend
+from penstock.engine.config import EngineConfig
+from penstock.engine.models.families import read_config
+from penstock.engine.startup.adapters import beside_slots, with_vectors
+from penstock.engine.startup.memory import size_cache
+from penstock.sources.adapters import needs_of_listed
+from tests.engine.adapters.files import write_adapter
+from tests.engine.adapters.kind_files import write_kind
+from tests.engine.harness import make_engine
+from tests.engine.tiny import write_checkpoint
+
+DEVICE = cast(Backend, SimpleNamespace(in_host_memory=False, device=torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("reserved") / "base")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, False),
+        ({"bias": "none", "modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        ({"use_dora": True}, True),
+        ({"bias": "lora_only"}, True),
+        ({"lora_bias": True}, True),
+        ({"modules_to_save": ["model.norm"]}, True),
+        ({"peft_type": "IA3"}, True),
+        ({"peft_type": "LN_TUNING"}, True),
+        ({"peft_type": "OFT"}, False),
+        ({"peft_type": "VERA", "bias": "vera_only"}, True),
+    ],
+)
+def test_tables_are_reserved_if_a_listed_adapter_needs_them(
+    tmp_path: Path, config: dict[str, Any], expected: bool
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    listed = EngineConfig(
+        model="m", adapters=(AdapterSpec("a", str(tmp_path / "none")), AdapterSpec("b", str(tmp_path)))
+    )
+    assert changes_outputs(tmp_path) is with_vectors(listed) is expected
+    assert needs_of_listed(listed.adapters).vectors is expected
+    assert with_vectors(replace(listed, adapter_vectors=True)) is True
+    assert with_vectors(replace(listed, adapter_vectors=False)) is False
+
+
+def test_a_configuration_that_cannot_be_read_needs_nothing(tmp_path: Path) -> None:
+    for text in ("[", "3", '{"modules_to_save": 7}', '{"modules_to_save": [3]}'):
+        (tmp_path / "adapter_config.json").write_text(text)
+        assert changes_outputs(tmp_path) is False and input_blocks(tmp_path) == {}
+
+
+def stored_bytes(blocks: InputBlocks | None) -> int:
+    assert blocks is not None
+    tensors = {id(part): part for parts in blocks.of.values() for part in parts if part is not None}
+    return sum(4 * part.numel() for part in tensors.values())
+
+
+@pytest.mark.parametrize("name", ["oft", "oft-exact", "oft-bound"])
+def test_room_for_blocks_is_what_an_adapter_takes(base: Path, tmp_path: Path, name: str) -> None:
+    folder = write_kind(tmp_path / name, base, name)
+    layout = layout_of(read_config(json.loads((base / "config.json").read_text())))
+    loaded = read_adapter("a", folder, layout, max_rank=16, dtype=torch.float32, pin=False)
+    config = EngineConfig(model="m", adapters=(AdapterSpec("a", str(folder)),))
+    assert beside_slots(config, DEVICE, uncut(layout)) == stored_bytes(loaded.inputs) > 0
+
+
+def test_room_is_for_the_largest_that_are_in_slots_together(base: Path, tmp_path: Path) -> None:
+    names = ("oft", "oft-bound", "oft-exact")
+    folders = [write_kind(tmp_path / name, base, name) for name in names]
+    folders.append(write_adapter(tmp_path / "lora", base))
+    cut = uncut(layout_of(read_config(json.loads((base / "config.json").read_text()))))
+    each = [
+        beside_slots(EngineConfig(model="m", adapters=(AdapterSpec("a", str(one)),)), DEVICE, cut) for one in folders
+    ]
+    assert each[3] == 0 and len(set(each)) == 4
+    specs = tuple(AdapterSpec(str(number), str(folder)) for number, folder in enumerate(folders))
+    listed = EngineConfig(model="m", adapters=specs, adapter_slots=2)
+    assert beside_slots(listed, DEVICE, cut) == sum(sorted(each)[-2:])
+    assert beside_slots(replace(listed, adapter_memory=123), DEVICE, cut) == 123
+    assert beside_slots(listed, cast(Backend, SimpleNamespace(in_host_memory=True)), cut) == 0
+
+
+def test_the_cache_leaves_that_room(base: Path) -> None:
+    engine = make_engine(base)
+    backend, decoder = engine.runner.backend, engine.runner.decoder
+    free = SimpleNamespace(available=lambda: 1 << 26, share_of_free=1.0, shared_by_ranks=False, peak=lambda step: 0)
+    stand_in = cast(
+        Backend,
+        SimpleNamespace(memory=free, device=backend.device, long_context_bytes=lambda decoder, kv: 0),
+    )
+    config = replace(engine.config, num_blocks=None, kv_memory=None)
+    sizes: dict[str, Any] = {"max_running": 4096, "max_model_len": 256, "budget": 64}
+    full = size_cache(config, stand_in, decoder, torch.float32, **sizes)
+    less = size_cache(config, stand_in, decoder, torch.float32, apart=1 << 25, **sizes)
+    assert less.blocks == pytest.approx(full.blocks / 2, abs=1)
