@@ -132,7 +132,7 @@ def test_both_vectors_at_once_are_the_same_as_each_by_itself(encoder_endpoint: s
 def test_engines_of_a_fleet_share_the_texts_and_one_that_is_lost_loses_none(encoder_endpoint: str) -> None:
     async def work() -> None:
         engines = EncoderSet()
-        encoder = Embedder("minilm", "minilm", engines, wait_s=5)
+        encoder = Embedder("minilm", "minilm", engines, wait_s=60)
         late = asyncio.create_task(encoder.embed(["One text."]))
         await asyncio.sleep(0.05)
         assert not engines.ready and not late.done(), "it waits for the first engine"

@@ -54,7 +54,7 @@ def test_what_the_kernel_is_built_with_and_given() -> None:
     outs = [None, torch.zeros(1, 48), None, torch.zeros(1, 64)]
     assert small is not None
     given = small.arguments(links, x, residual, outs, counter)
-    assert ctypes.sizeof(given) == 3 * 8 + 4 * 40 + 5 * 24
+    assert ctypes.sizeof(given) == 4 * 8 + 4 * 48 + 5 * 64
     parts = given.parts  # type: ignore[attr-defined]
     assert parts[2].weight - parts[1].weight == 48 * 32 and [part.outputs for part in parts] == [32, 48, 48, 32, 64]
 

@@ -171,7 +171,7 @@ async def test_moderators_of_others_do_not_see_it(serving: Serving) -> None:
         async with world(serving, guardrails=rules[1:]) as it:
             assert (await chat(it, headers=HOME)).status_code == 200, "the rule lets failures pass"
             assert not moderator.bodies
-        chats = GuardrailConfig(name="far", kind="model", model="far", stage="input")
+        chats = GuardrailConfig(name="far", kind="model", model="far", stage="input", timeout_s=60.0)
         async with world(serving, guardrails=(chats,)) as it:
             assert (await chat(it, headers=HOME)).status_code == 403 and not it.behind.engine.seen
 

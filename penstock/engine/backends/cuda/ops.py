@@ -38,6 +38,7 @@ from penstock.engine.backends.cuda.kernels import (
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
 from penstock.engine.backends.interface import (
+    AnyLink,
     AttentionBatch,
     DeltaLayout,
     DeltaWeights,
@@ -46,7 +47,6 @@ from penstock.engine.backends.interface import (
     LatentAdditions,
     LatentLayout,
     LatentWeights,
-    Link,
     LinkedProducts,
     MambaLayout,
     MambaWeights,
@@ -80,6 +80,8 @@ class TritonOps:
         self.chains = trials.one_token_in_chains()
         """Whether steps of one token compute the products between two attentions in one launch."""
         self.hopper_prefill = _load_hopper_prefill(device)
+        self._chain_counter: Tensor | None = None
+        """Of the chains of this engine, which run one after another; another engine of the process has its own."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -116,10 +118,12 @@ class TritonOps:
     def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
-    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
+    def chain(self, links: Sequence[AnyLink]) -> LinkedProducts | None:
         if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
             return None
-        return product_chain.ProductChain(links)
+        if self._chain_counter is None:
+            self._chain_counter = product_chain.new_counter(self.device)
+        return product_chain.ProductChain(links, counter=self._chain_counter)
 
     def norm_rows(
         self,

@@ -267,19 +267,32 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
     }
 }
 
-// All threads of all blocks of a grid that is resident as a whole (a cooperative launch). What a thread wrote before is
-// visible to all after. One block adds what brings the sum of a round to 2^31: the top bit of the counter changes when
-// the last one arrives. So it never overflows, and a counter that was zeroed once serves every later launch.
-__device__ __forceinline__ void grid_barrier(uint32_t* counter) {
+// The blocks of a grid that is resident as a whole (a cooperative launch) wait for each other. One block adds what brings
+// the sum of a round to 2^31: the top bit of the counter changes when the last one arrives. So it never overflows, and a
+// counter that was zeroed once serves every later launch.
+constexpr uint32_t GRID_PHASE = 0x80000000u;
+
+// What this thread's block wrote before is visible to those that wait. All threads of the block; returns the counter as it
+// was to the first one, and nothing to the others.
+__device__ __forceinline__ uint32_t grid_arrive(uint32_t* counter) {
     __syncthreads();
-    if ((threadIdx.x | threadIdx.y | threadIdx.z) == 0) {
-        const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
-        const bool first = (blockIdx.x | blockIdx.y | blockIdx.z) == 0;
-        __threadfence();
-        const uint32_t before = fetch_add_acq_rel(counter, first ? 0x80000000u - (blocks - 1) : 1u);
-        while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {
-        }
-        __threadfence();
+    if ((threadIdx.x | threadIdx.y | threadIdx.z) != 0) return 0;
+    const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
+    const bool first = (blockIdx.x | blockIdx.y | blockIdx.z) == 0;
+    __threadfence();
+    return fetch_add_acq_rel(counter, first ? GRID_PHASE - (blocks - 1) : 1u);
+}
+
+// One thread, until all blocks have arrived; `phase`: the top bit of the counter before that.
+__device__ __forceinline__ void grid_wait(const uint32_t* counter, uint32_t phase) {
+    while (((phase ^ load_acquire(counter)) & GRID_PHASE) == 0) {
     }
+    __threadfence();
+}
+
+// Both, for all threads of all blocks. What a thread wrote before is visible to all after.
+__device__ __forceinline__ void grid_barrier(uint32_t* counter) {
+    const uint32_t before = grid_arrive(counter);
+    if ((threadIdx.x | threadIdx.y | threadIdx.z) == 0) grid_wait(counter, before);
     __syncthreads();
 }

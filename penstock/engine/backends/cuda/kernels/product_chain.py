@@ -18,12 +18,12 @@ from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.mxfp4_one import shares_processors
 from penstock.engine.backends.cuda.trials import ONE_TOKEN
-from penstock.engine.backends.interface import Link
+from penstock.engine.backends.interface import AnyLink
 
 log = logging.getLogger(__name__)
 
 
-def applies(links: Sequence[Link], device: torch.device) -> bool:
+def applies(links: Sequence[AnyLink], device: torch.device) -> bool:
     """Whether `ProductChain` computes these links on `device`."""
     return _available(device) and plan_chain(links, shape_on(device)) is not None
 
@@ -48,16 +48,18 @@ def shape_on(device: torch.device) -> ChainShape:
     return ChainShape(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
-def _counter(device: torch.device) -> Tensor:
-    """Where blocks wait for each other; every launch leaves it as the next one needs it."""
+def new_counter(device: torch.device) -> Tensor:
+    """Where blocks wait for each other; every launch leaves it as the next one needs it. One for all chains of a
+    stream: chains that might overlap must not share it."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 class ProductChain:
     """See `LinkedProducts`. Addresses of tensors are looked up at every call: an engine that sleeps moves them."""
 
-    def __init__(self, links: Sequence[Link], shape: ChainShape | None = None) -> None:
+    def __init__(
+        self, links: Sequence[AnyLink], shape: ChainShape | None = None, counter: Tensor | None = None
+    ) -> None:
         self.links = tuple(links)
         device = links[0].weight.device
         plan = plan_chain(links, shape or shape_on(device))
@@ -65,25 +67,26 @@ class ProductChain:
             raise ValueError("there is no kernel for a chain of these products")
         self.plan = plan
         self._fits = False
-        _counter(device)  # while a CUDA graph is captured it would be too late
+        self.counter = new_counter(device) if counter is None else counter
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """`x` [1, K of the first link]; `residual` [1, hidden] is changed in place. Returns the last link's output
         [1, N], unless that adds to the residual stream."""
         plan, device = self.plan, x.device
         kernel = nvrtc.kernel(device, SOURCE, ENTRY, defines=plan.defines, options=plan.options)
-        outs = [None if link.residual else x.new_empty((1, link.outputs)) for link in plan.links]
+        outs = plan.outs(lambda count, dtype: torch.empty((count,), dtype=dtype, device=device), x.dtype)
         if not common.is_building():
             if not self._fits:
                 self._check_room(kernel)
             kernel.launch(
                 plan.shape.blocks,
                 plan.shape.warps * 32,
-                [plan.arguments(self.links, x, residual, outs, _counter(device))],
+                [plan.arguments(self.links, x, residual, outs, self.counter)],
                 shared_bytes=plan.shared_bytes,
                 overlap=common.overlaps(),
             )
-        return outs[-1]
+        last = outs[-1]
+        return None if last is None else last.view(1, -1)
 
     def _check_room(self, kernel: nvrtc.Kernel) -> None:
         """Blocks that are not there would be waited for without end."""

@@ -1,0 +1,134 @@
+"""A step of one token through layers of experts that are in chains of products: the hidden states of separate launches,
+and what a layer takes of both, beside reading its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpu_harness import DEVICE, MODE, Row, integers, rand, time_us
+from test_triton_chained_step import _early, _shape, offered
+from test_triton_latent import BLOCK, OnTriton, make_batch
+from test_triton_one_token import shape_of
+
+from penstock.bench.bounds import probe
+from penstock.engine.backends.cuda.kernels import common
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import StateBatch
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.models.build import build_decoder
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import read_config
+
+BF16 = torch.bfloat16
+SHAPES = {"qwen3-30b-a3b": 4, "deepseek-v2-lite": 4, "qwen3-next": 4}
+"""Layers of a step; the first one of `deepseek-v2-lite` has no experts."""
+
+
+class Step:
+    """One token after 300 others."""
+
+    def __init__(self, name: str, layers: int) -> None:
+        config = shape_of(name, layers)
+        factory = OnTriton()
+        factory.ops = TritonOps(DEVICE)
+        factory.ops.chains = True
+        weights = RandomCheckpoint(config, dtype=BF16, device=DEVICE)
+        self.chained: Decoder = build_decoder(
+            weights, read_config(config), factory, dtype=BF16, max_positions=4096, fused_up_to=8
+        )
+        self.usual = dataclasses.replace(self.chained, chains=False)
+        batch, blocks = make_batch([300], [])
+        ones, zeros = integers([1], torch.int32), integers([0], torch.int32)
+        self.batch = dataclasses.replace(batch, states=StateBatch(zeros, zeros, ones, ones))
+        self.kv = KVCache(self.chained.cache_shape(BLOCK, BF16), blocks, DEVICE, num_states=2)
+        self._begun = [rand(*tensor.shape).to(tensor.dtype) for tensor in self.kv.tensors]
+        self.residual = rand(1, self.chained.config.hidden_size, dtype=BF16)
+        self.read = sum(self._read(layer) for layer in self.chained.layers)
+
+    def _read(self, layer: Any) -> int:
+        """Bytes of the weights that one token reads."""
+        routed = getattr(layer.feed_forward, "routed", layer.feed_forward)
+        read: int = layer.mixer.weight_bytes + layer.feed_forward.weight_bytes
+        if hasattr(routed, "choice"):
+            count, visited = routed.gate_up.experts, routed.choice.top_k
+            read -= (routed.gate_up.weight_bytes + routed.down.weight_bytes) * (count - visited) // count
+        return read
+
+    def reset(self) -> None:
+        """States of delta nets are changed by a step."""
+        for tensor, begun in zip(self.kv.tensors, self._begun, strict=True):
+            tensor.copy_(begun)
+
+    def __call__(self, decoder: Decoder) -> torch.Tensor:
+        return decoder.run(self.residual.clone(), self.batch, self.kv)
+
+
+def _build(step: Step, early: bool) -> None:
+    """All kernels at once: one after another takes seconds each."""
+    with _early(early), common.building_kernels(), torch.inference_mode():
+        step(step.chained)
+        step(step.usual)
+
+
+def test_hidden_states_equal_those_of_separate_launches() -> None:
+    """Scores are rounded sums in another order: where two experts are as good as equal, the two paths may choose
+    differently, in perhaps a quarter of the steps. So every input has to be near, and one of twenty very near, beside
+    what all layers have added."""
+    if MODE != "device" or not offered():
+        return
+    for name, layers in SHAPES.items():
+        step = Step(name, layers)
+        assert step.chained.chained and not step.usual.chained
+        assert all(boundary.chain is not None for boundary in step.chained.boundaries)  # type: ignore[attr-defined]
+        for early in (False, True):
+            _build(step, early)
+            apart = [_difference(step, early) for _ in range(20)]
+            assert max(apart) < 0.5 and min(apart) < 0.03, (name, early, apart)
+        del step
+
+
+def _difference(step: Step, early: bool) -> float:
+    """Of both paths for another input, as a share of what the layers have added to it."""
+    config = step.chained.config
+    step.residual = rand(1, config.hidden_size, dtype=BF16)
+    found = []
+    for decoder in (step.chained, step.usual):
+        step.reset()
+        with _early(early):
+            found.append(step(decoder).float())
+    plain = step.usual.ops.rms_norm(step.residual, step.usual.final_norm, config.rms_eps).float()
+    return float((found[0] - found[1]).norm() / (found[1] - plain).norm())
+
+
+def bench_layers_of_experts() -> Iterator[Row]:
+    """Microseconds of a layer with attention, and their share of what reading its weights takes."""
+    if MODE != "device" or not offered():
+        return
+    bound = probe(torch.device("cuda", 0), BF16).read_gbps
+    for name, layers in SHAPES.items():
+        step = Step(name, layers)
+
+        def row(kind: str, us: float, name: str = name, step: Step = step, layers: int = layers) -> Row:
+            share = step.read / layers / bound / us / 10 if us else 0
+            return f"{name}, a layer, {kind}", us, f"{share:.0f}% of the read bound"
+
+        _build(step, True)
+        with _early(True):
+            yield row("separate", time_us([lambda step=step: step(step.usual)]) / layers)
+            yield row("in chains", time_us([lambda step=step: step(step.chained)]) / layers)
+        for changes in ({"stages": 3}, {"stages": 5}, {"registers": 80}, {"warps": 8, "stages": 8}, {"tensor": False}):
+            with _shape(**changes):
+                other = dataclasses.replace(step.chained)
+            if not other.chained:
+                continue  # no room for it
+            with _early(True), common.building_kernels(), torch.inference_mode():
+                step(other)
+            with _early(True):
+                yield row(f"{changes}", time_us([lambda step=step, other=other: step(other)]) / layers)
+        with _early(True):
+            yield row("separate again", time_us([lambda step=step: step(step.usual)]) / layers)
+        del step
