@@ -125,7 +125,14 @@ typer.main.get_command = typer.testing._get_command = functools.cache(typer.main
 gc.disable()
 
 
+SLOW_TIMEOUT_S = 1800
+"""What takes minutes on a quiet machine takes far longer beside other work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()
