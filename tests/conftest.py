@@ -29,10 +29,25 @@ from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from penstock.sources.resolve import resolve
+from tests.collection import (
+    pytest_collection,
+    pytest_configure_node,
+    pytest_pycollect_makeitem,
+    pytest_xdist_setupnodes,
+)
 from tests.encoders import encoder_endpoint, encoder_model
 from tests.services import postgres_url, valkey
 
-__all__ = ["encoder_endpoint", "encoder_model", "postgres_url", "valkey"]
+__all__ = [
+    "encoder_endpoint",
+    "encoder_model",
+    "postgres_url",
+    "pytest_collection",
+    "pytest_configure_node",
+    "pytest_pycollect_makeitem",
+    "pytest_xdist_setupnodes",
+    "valkey",
+]
 
 # Properties are tried with the same examples in every run, and however long one takes. `--hypothesis-profile=default`
 # looks for new ones. Constants of our modules would be among them: which are imported depends on the tests before.
@@ -116,8 +131,16 @@ typer.main.get_command = typer.testing._get_command = functools.cache(typer.main
 gc.disable()
 
 
+SLOW_TIMEOUT_S = 1800
+"""What takes minutes on a quiet machine takes far longer beside other work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()
     # torch has dozens of loggers that do not propagate: pytest attaches itself to each of them, six times a test.
     for logger in logging.root.manager.loggerDict.values():
