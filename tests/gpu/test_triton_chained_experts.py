@@ -15,6 +15,7 @@ from test_triton_one_token import shape_of
 
 from penstock.bench.bounds import probe
 from penstock.engine.backends.cuda.kernels import common
+from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import StateBatch
 from penstock.engine.kv.cache import KVCache
@@ -24,7 +25,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 
 BF16 = torch.bfloat16
-SHAPES = {"qwen3-30b-a3b": 4, "deepseek-v2-lite": 4, "qwen3-next": 4}
+SHAPES = {"qwen3-30b-a3b": 4, "deepseek-v2-lite": 4, "qwen3-next": 4, "gpt-oss-20b": 4}
 """Layers of a step; the first one of `deepseek-v2-lite` has no experts."""
 
 
@@ -38,8 +39,9 @@ class Step:
         factory.ops.chains = True
         weights = RandomCheckpoint(config, dtype=BF16, device=DEVICE)
         self.chained: Decoder = build_decoder(
-            weights, read_config(config), factory, dtype=BF16, max_positions=4096, fused_up_to=8
-        )
+            weights, read_config(config), factory, dtype=BF16, max_positions=4096, fused_up_to=8,
+            quantize=Mxfp4Quantizer(DEVICE, None) if name.startswith("gpt-oss") else None,
+        )  # fmt: skip
         self.usual = dataclasses.replace(self.chained, chains=False)
         batch, blocks = make_batch([300], [])
         ones, zeros = integers([1], torch.int32), integers([0], torch.int32)

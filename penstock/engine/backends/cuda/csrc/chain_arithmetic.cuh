@@ -45,12 +45,13 @@ struct Loaded {
         if constexpr (L::sum) {
             const int visit = unit / L::span;
             const bool visited = unit < L::visited;
-            const int within = ((visited ? unit - visit * L::span : unit - L::visited) * 32 + lane) * L::per_lane;
+            const int within = (visited ? unit - visit * L::span : unit - L::visited) * L::per_unit + lane * L::per_lane;
+            if (lane >= L::lanes) return -1;
             if (visited) return within < L::inputs ? visit * L::inputs + within : -1;
             return within < L::width ? TOP_K * L::inputs + within : -1;
         } else {
-            const int found = (unit * 32 + lane) * L::per_lane;
-            return found < L::inputs ? found : -1;
+            const int found = unit * L::per_unit + lane * L::per_lane;
+            return lane < L::lanes && found < L::inputs ? found : -1;
         }
     }
 
@@ -89,6 +90,19 @@ struct Loaded {
     }
 };
 
+// Sixteen weights in MXFP4, in pairs, times a power of two: their bits lie as kernels/mxfp4_fragments.py says.
+__device__ __forceinline__ void e2m1x16_to_bf16(uint32_t (&pairs)[8], uint32_t first, uint32_t second, uint32_t power) {
+    constexpr uint32_t all = 0x81c081c0u, upper = 0x81008100u, lower = 0x00c000c0u;
+    pairs[0] = mul_bf16x2(first << 6 & all, power);
+    pairs[1] = mul_bf16x2(first << 2 & all, power);
+    pairs[2] = mul_bf16x2((first << 12 | first >> 20) & all, power);
+    pairs[3] = mul_bf16x2(second << 4 & all, power);
+    pairs[4] = mul_bf16x2(second & all, power);
+    pairs[5] = mul_bf16x2((second << 10 | second >> 22) & all, power);
+    pairs[6] = mul_bf16x2((first << 1 & upper) | (second >> 3 & lower), power);
+    pairs[7] = mul_bf16x2((first & upper) | (second << 6 & lower), power);
+}
+
 #if TENSOR
 // Tensor cores: a product of 16 rows by 16 columns with 8 vectors, of which a lane's weights meet its own inputs alone in
 // the elements of the diagonal. So nothing moves between lanes: of the matrix, lane l has rows l / 4 and l / 4 + 8 (two
@@ -98,7 +112,7 @@ struct Loaded {
 template <class L>
 struct Inputs {
     static constexpr int words = L::per_lane / 2;
-    static constexpr bool split = !L::fp8 && L::norm;
+    static constexpr bool split = !L::scaled && L::norm;
     uint32_t high[L::columns][words], low[split ? L::columns : 1][words];
     float unscale;
 
@@ -164,6 +178,27 @@ struct Sums {
                     const uint32_t rest[2] = {inputs.low[c][i], inputs.low[c][i + 1]};
                     mma_bf16(tiles[r / 2], a, rest);
                 }
+            }
+        }
+    }
+
+    // The same in MXFP4: pieces of 32 weights with a power of two each, as a bfloat16 in both halves of a word. `r` 0 and
+    // 2, for all lanes together.
+    __device__ __forceinline__ void add_fp4(uint4 first, uint4 second, uint32_t by_first, uint32_t by_second, int r,
+                                            const Inputs<L>& inputs, int c) {
+        uint32_t even[4], odd[4];
+        words_of(even, first);
+        words_of(odd, second);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t upper[8], lower[8];
+            e2m1x16_to_bf16(upper, even[2 * half], even[2 * half + 1], by_first);
+            e2m1x16_to_bf16(lower, odd[2 * half], odd[2 * half + 1], by_second);
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                const uint32_t a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
+                const uint32_t b[2] = {inputs.high[c][8 * half + i], inputs.high[c][8 * half + i + 1]};
+                mma_bf16(tiles[r / 2], a, b);
             }
         }
     }
