@@ -80,7 +80,8 @@ def make_expert_chain(
         return keep(noise(size).to(BF16)) if on else None
 
     def gains() -> Tensor:
-        return keep((1 + noise(hidden, scale=0.3)).to(BF16))
+        found = noise(hidden, scale=0.3)
+        return keep((found if device.type == "meta" else 1 + found).to(BF16))
 
     router = noise(sizes.experts, hidden, scale=hidden**-0.5)
     router_bias = noise(sizes.experts) if bias else None
