@@ -35,6 +35,8 @@ class ExpertSizes:
     gate: bool = False
     ties: bool = field(default=False)
     """Whether experts have equal scores in pairs."""
+    wide: bool = False
+    """Whether the gains of norms are float32."""
 
     @property
     def weights(self) -> int:
@@ -45,7 +47,7 @@ class ExpertSizes:
 
 QWEN3_30B = ExpertSizes(2048, 4096, 5120, 128, 768, ExpertChoice(8, True))
 DEEPSEEK_LITE = ExpertSizes(2048, 2048, 3648, 64, 1408, ExpertChoice(6, False), shared=2816)
-QWEN3_NEXT = ExpertSizes(2048, 4096, 12352, 512, 512, ExpertChoice(10, True), shared=512, gate=True)
+QWEN3_NEXT = ExpertSizes(2048, 4096, 12352, 512, 512, ExpertChoice(10, True), shared=512, gate=True, wide=True)
 GPT_OSS = ExpertSizes(2880, 4096, 5120, 32, 2880, ExpertChoice(4, True))
 GPT_OSS_GATE = ClampedSwiglu(1.702, 7.0)
 
@@ -81,7 +83,7 @@ def make_expert_chain(
 
     def gains() -> Tensor:
         found = noise(hidden, scale=0.3)
-        return keep((found if device.type == "meta" else 1 + found).to(BF16))
+        return keep((found if device.type == "meta" else 1 + found).to(torch.float32 if sizes.wide else BF16))
 
     router = noise(sizes.experts, hidden, scale=hidden**-0.5)
     router_bias = noise(sizes.experts) if bias else None

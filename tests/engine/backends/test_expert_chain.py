@@ -77,8 +77,8 @@ def test_warps_have_nearly_equal_shares(sizes: ExpertSizes, fp8: bool) -> None:
 def test_what_the_kernel_is_built_with_and_given() -> None:
     plan = plan_chain(make_expert_chain(QWEN3_NEXT, fp8=False, device=META), H200)
     assert plan is not None and plan.defines["CHAIN"] == (
-        "Link<4096,2048,16,RESIDUAL>,Link<2048,512,8,NORM|GATES|SCORES>,Link<2048,512,8,NORM|GATED|GATES|SHARED>,"
-        "Link<2048,512,8,NORM|GATED|EACH>,Link<512,2048,8,RESIDUAL|SUM,512>,Link<2048,12352,8,NORM>"
+        "Link<4096,2048,16,RESIDUAL>,Link<2048,512,8,NORM|GATES|WIDE|SCORES>,Link<2048,512,8,NORM|GATED|GATES|WIDE|SHARED>,"
+        "Link<2048,512,8,NORM|GATED|WIDE|EACH>,Link<512,2048,8,RESIDUAL|SUM,512>,Link<2048,12352,8,NORM|WIDE>"
     )
     assert (plan.defines["EXPERTS"], plan.defines["TOP_K"], plan.defines["FACTOR"]) == (512, 10, "1.0f")
     sizes = ExpertSizes(64, 48, 96, 16, 32, ExpertChoice(3, True), shared=80)
@@ -109,7 +109,7 @@ def test_other_experts_have_no_chain() -> None:
         {"gate_up": experts.gate_up[:, :96].contiguous(), "down": experts.down[..., :48].contiguous()},  # few rows
         {"down": experts.down[..., :64].contiguous()},
         {"router": experts.router.float()},
-        {"norm": experts.norm.float()},
+        {"norm": experts.norm.half()},
         {"shared_down": None},
         {"shared_gate_up": None, "shared_down": None},  # and yet a gate for it
         {"shared_gate": experts.shared_gate.float() if experts.shared_gate is not None else None},
@@ -251,8 +251,8 @@ def test_every_choice_with_ties(name: str) -> None:
         (ExpertSizes(256, 128, 320, 24, 144, ExpertChoice(4, True)), ChainShape(3, 4, 3), True),
         (ExpertSizes(528, 272, 48, 16, 272, ExpertChoice(3, False), shared=560, gate=True), ChainShape(5, 4, 2), False),
         (ExpertSizes(64, 64, 16, 24, 48, ExpertChoice(9, True), shared=16, gate=True), ChainShape(30, 2, 4), True),
-        (ExpertSizes(1040, 64, 96, 8, 64, ExpertChoice(2, True), shared=96), ChainShape(2, 8, 4), False),
-        (ExpertSizes(64, 2064, 48, 8, 1040, ExpertChoice(3, True)), ChainShape(4, 4, 6), True),
+        (ExpertSizes(1040, 64, 96, 8, 64, ExpertChoice(2, True), shared=96, wide=True), ChainShape(2, 8, 4), False),
+        (ExpertSizes(64, 2064, 48, 8, 1040, ExpertChoice(3, True), wide=True), ChainShape(4, 4, 6), True),
     ],
 )  # fmt: skip
 def test_products_are_those_of_float64(sizes: ExpertSizes, shape: ChainShape, fp8: bool) -> None:

@@ -37,7 +37,8 @@ __device__ __forceinline__ int unit_of(int c) {
 template <class L>
 struct Loaded {
     static constexpr int quads = L::per_lane / 8;
-    uint4 inputs[L::columns][quads], gains[L::columns][quads];
+    static constexpr int gain_quads = L::wide ? 2 * quads : quads;
+    uint4 inputs[L::columns][quads], gains[L::columns][gain_quads];
 
     // Of the first of a lane's inputs of column c: its number within the row, below 0 where there is none.
     static __device__ __forceinline__ int place(int c) {
@@ -60,9 +61,10 @@ struct Loaded {
 #pragma unroll
         for (int c = 0; c < L::columns; ++c)
 #pragma unroll
-            for (int q = 0; q < quads; ++q)
-                gains[c][q] = place(c) >= 0 ? load_stream(reinterpret_cast<const uint4*>(norm + place(c)) + q)
-                                                   : make_uint4(0, 0, 0, 0);
+            for (int q = 0; q < gain_quads; ++q)
+                gains[c][q] = place(c) >= 0
+                                  ? load_stream(reinterpret_cast<const uint4*>(norm + place(c) * (L::wide ? 2 : 1)) + q)
+                                  : make_uint4(0, 0, 0, 0);
     }
 
     __device__ __forceinline__ void load_inputs(const uint16_t* x) {
@@ -81,8 +83,9 @@ struct Loaded {
         float2 found = bf16x2_to_float2(words[i % 4]);
         if constexpr (L::norm) {
             squares += found.x * found.x + found.y * found.y;
-            words_of(by, gains[c][i / 4]);
-            const float2 gain = bf16x2_to_float2(by[i % 4]);
+            words_of(by, gains[c][L::wide ? i / 2 : i / 4]);
+            float2 gain = bf16x2_to_float2(by[i % 4]);
+            if constexpr (L::wide) gain = make_float2(__uint_as_float(by[i % 2 * 2]), __uint_as_float(by[i % 2 * 2 + 1]));
             found.x *= gain.x;
             found.y *= gain.y;
         }

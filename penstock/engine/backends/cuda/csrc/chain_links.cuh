@@ -17,7 +17,7 @@ constexpr uint32_t ALL = 0xffffffffu;
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // SCORES to GATES: of a layer of experts, see product_chain.cu.
-enum Form { FP8 = 1, NORM = 2, GATED = 4, RESIDUAL = 8, BIAS = 16, SCORES = 32, EACH = 64, SUM = 128, SHARED = 256, GATES = 512, FP4 = 1024 };
+enum Form { FP8 = 1, NORM = 2, GATED = 4, RESIDUAL = 8, BIAS = 16, SCORES = 32, EACH = 64, SUM = 128, SHARED = 256, GATES = 512, FP4 = 1024, WIDE = 2048 };
 
 // One product. FORM: the weights are e4m3 or MXFP4 with a scale for each row (else bfloat16); the input is the RMS-normalized
 // residual stream (else what the product before it gave); the rows are those of a gate and as many to be gated; the
@@ -32,6 +32,7 @@ struct Link {
     static constexpr bool fp8 = FORM & FP8, norm = FORM & NORM, gated = FORM & GATED, residual = FORM & RESIDUAL;
     static constexpr bool bias = FORM & BIAS, scores = FORM & SCORES, each = FORM & EACH, sum = FORM & SUM;
     static constexpr bool shared = FORM & SHARED, gates = FORM & GATES, fp4 = FORM & FP4, scaled = fp8 || fp4;
+    static constexpr bool wide = FORM & WIDE;  // gains of the norm are float32
     static constexpr int per_lane = fp4 ? 32 : fp8 ? 16 : 8;  // weights of a piece
     static constexpr int lanes = fp4 ? 30 : 32;               // whose pieces are weights; see kernels/mxfp4_rows.py
     static constexpr int per_unit = lanes * per_lane;

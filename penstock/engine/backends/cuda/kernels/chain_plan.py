@@ -37,7 +37,7 @@ _FEW, _MORE, _ORDINARY = 80, 96, 128
 """Registers of a lane that are enough: with few inputs, with more or experts, and for ordinary arithmetic."""
 _SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
-_FORMS = ("FP8", "FP4", "NORM", "GATED", "RESIDUAL", "BIAS", "GATES")
+_FORMS = ("FP8", "FP4", "NORM", "GATED", "RESIDUAL", "BIAS", "GATES", "WIDE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class LinkPlan:
     columns: int
     role: Role = Role.DENSE
     gates: bool = False
+    wide: bool = False
+    """Whether the gains of the norm are float32."""
     width: int = 0
     """Of a shared expert, whose inputs come behind the others."""
     visits: int = 1
@@ -103,7 +105,7 @@ class LinkPlan:
     @property
     def text(self) -> str:
         """As the source has it."""
-        flags = (self.fp8, self.fp4, self.norm, self.gated, self.residual, self.bias, self.gates)
+        flags = (self.fp8, self.fp4, self.norm, self.gated, self.residual, self.bias, self.gates, self.wide)
         names = [name for name, on in zip(_FORMS, flags, strict=True) if on]
         form = "|".join(names if self.role is Role.DENSE else [*names, self.role.value]) or "0"
         return f"Link<{self.inputs},{self.outputs},{self.slices},{form}{f',{self.width}' if self.width else ''}>"
@@ -260,6 +262,7 @@ def _plan(product: Product, shape: ChainShape) -> LinkPlan | None:
         columns=best[2],
         role=role,
         gates=product.gate is not None,
+        wide=product.norm is not None and product.norm.dtype == torch.float32,
         width=product.width,
         visits=visits,
     )

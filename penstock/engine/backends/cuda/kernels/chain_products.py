@@ -73,17 +73,19 @@ class Product:
 
     @property
     def fits(self) -> bool:
-        """Bfloat16 all over, but for weights in e4m3 or MXFP4 with scales; rows of whole pieces of 16 bytes."""
+        """Bfloat16 all over, but for weights in e4m3 or MXFP4 with scales, and float32 gains; rows of whole pieces."""
         weights = [one for one in (self.weight, self.shared) if one is not None]
         scales = [self.scale] if self.shared is None else [self.scale, self.shared_scale]
         scaled = (self.fp8 or self.fp4) and all(one is not None and one.dtype == torch.float32 for one in scales)
         plain = self.weight.dtype == torch.bfloat16 and all(one is None for one in scales)
-        others = [one for one in (self.bias, self.norm, self.gate) if one is not None]
+        others = [one for one in (self.bias, self.gate) if one is not None]
+        gains = [] if self.norm is None else [self.norm]
         return (
             (scaled or plain)
             and all(one.dtype == self.weight.dtype and one.shape[-1] % 16 == 0 for one in weights)
             and all(one.dtype == torch.bfloat16 for one in others)
-            and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (*weights, *others))
+            and all(one.dtype in (torch.bfloat16, torch.float32) for one in gains)
+            and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (*weights, *others, *gains))
         )
 
 
