@@ -250,6 +250,7 @@ def variants(blocks: int) -> dict[str, ChainShape]:
     return {
         **found,
         "80 registers": replace(base, registers=80),
+        "104 registers": replace(base, registers=104),
         "8 warps, 8 stages": replace(base, warps=8, stages=8),
         "without waits": replace(base, waits=False),
         "copies alone": replace(base, waits=False, multiplies=False),
