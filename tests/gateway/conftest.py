@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -27,6 +28,8 @@ from tests.ports import free_port
 from tests.scripted import ScriptedEngine, make_text
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -103,13 +106,21 @@ def serving(text: TextModel) -> Serving:
         if task.done():
             task.result()
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            hooks = {"response": [log_failures]}
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120, event_hooks=hooks) as client:
                 yield Running(client, engine, listening.result(), stop, port)
         finally:
             stop.set()
             await task
 
     return start
+
+
+async def log_failures(reply: httpx.Response) -> None:
+    """A test that expected an answer shows why it got none."""
+    if reply.status_code >= 500:
+        await reply.aread()
+        log.warning("%s: %d %s", reply.request.url.path, reply.status_code, reply.text[:500])
 
 
 def events(body: str) -> list[str]:
