@@ -19,13 +19,25 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
 # The pip of Python 3.11 takes twice as long to choose versions as a current one; where that cannot be had, it has to do.
-INSTALL := $(PIP) install --quiet --no-compile 'pip>=25' || :; \
-           $(BIN)/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt -e
+# With setuptools in place, pip need not put up an environment only to read pyproject.toml.
+BUILD_TOOLS := install --quiet --no-compile -c constraints.txt 'pip>=25' 'setuptools>=77'
+PREPARE := $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python $(BUILD_TOOLS) 2>/dev/null \
+             || { $(PIP) $(BUILD_TOOLS); } || :
+INSTALL := isolation=$$($(BIN)/python -c 'import setuptools.command.bdist_wheel' 2>/dev/null && echo --no-build-isolation || :); \
+           $(BIN)/python -m pip --disable-pip-version-check install --no-compile $$isolation -c constraints.txt -e
+# constraints.txt is the whole test environment. Its packages come first, in two halves beside each other and without asking
+# what each needs: reading the index takes most of the time. The install that follows adds what this machine needs besides.
+HALF = { $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --no-compile --no-deps \
+           -r <(awk 'NR % 2 == $(1)' constraints.txt) \
+         || echo "Not every pinned package is to be had for this machine: choosing those that are needed"; }
+PINNED := $(call HALF,0) & half=$$!; $(call HALF,1); wait $$half
 # Compiled once per machine and version into the user's cache, so that the first start does not have to; the script needs
 # nothing but Python, so it runs while packages are installed.
 KERNELS := PYTHONPATH=. $(BIN)/python -P penstock/engine/backends/cpu/build.py
 # The console's browser libraries, likewise: fetched once from the package index into the user's cache.
 LIBRARIES := PYTHONPATH=. $(BIN)/python -P penstock/console/libraries.py
+# Our own bytecode, all of which tests need, while packages are installed; that of tests is written by pytest.
+BYTECODE := $(BIN)/python -m compileall -qq -x '/(test_|conftest)' penstock tests || :
 RUN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
@@ -57,12 +69,10 @@ wheel: $(RUN_STAMP) ## build dist/penstock-*.whl, with native kernels for every 
 
 # Tests wait for servers and clocks a good part of their time: one process more than there are cores fills the gaps, and
 # types and layers, reported last, are checked beside them. Files keep the order of tests/conftest.py: the longest first.
-# After a fresh checkout one process reads all tests first: it writes the bytecode that otherwise every worker would compile.
 .PHONY: test
 test: ruff ## lint, and every quick test in parallel (ARGS go to pytest)
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	  $(MAKE) types >"$$log" 2>&1 & types=$$!; status=0; \
-	  compgen -G 'tests/__pycache__/*pytest*' >/dev/null || $(BIN)/python -m pytest --collect-only -qq $(ARGS) >/dev/null || :; \
 	  workers=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); \
 	  $(BIN)/python -m pytest -n $$workers --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS) || status=$$?; \
 	  wait $$types || status=$$?; cat "$$log"; exit $$status
@@ -133,17 +143,18 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Penstock needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) -V)"
-	@$(PYTHON) -m venv $(VENV) \
+	@$(PYTHON) -c 'import sys; from importlib.util import find_spec; sys.exit(not (find_spec("pip") or find_spec("ensurepip")))' \
+	  && $(PYTHON) -m venv --without-pip $(VENV) \
 	  || { rm -rf $(VENV); echo "Could not create $(VENV). On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # Bytecode is written when a module is first imported, not for every module of every package (--no-compile).
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels
+	@$(KERNELS) & kernels=$$!; $(PREPARE); $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels
+	@{ $(KERNELS); $(BYTECODE); } & kernels=$$!; $(PREPARE); $(PINNED); $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels
 	@touch $(RUN_STAMP) $@

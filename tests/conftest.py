@@ -16,20 +16,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx._config
 import httpx._transports.default
+import httpx2._config
 import httpx2._transports.default
 import hypothesis
 import pytest
 import typer.main
 import typer.testing
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from penstock.sources.resolve import resolve
+from tests.collection import (
+    pytest_collection,
+    pytest_configure_node,
+    pytest_pycollect_makeitem,
+    pytest_xdist_setupnodes,
+)
 from tests.encoders import encoder_endpoint, encoder_model
 from tests.services import postgres_url, valkey
 
-__all__ = ["encoder_endpoint", "encoder_model", "postgres_url", "valkey"]
+__all__ = [
+    "encoder_endpoint",
+    "encoder_model",
+    "postgres_url",
+    "pytest_collection",
+    "pytest_configure_node",
+    "pytest_pycollect_makeitem",
+    "pytest_xdist_setupnodes",
+    "valkey",
+]
 
 # Properties are tried with the same examples in every run, and however long one takes. `--hypothesis-profile=default`
 # looks for new ones. Constants of our modules would be among them: which are imported depends on the tests before.
@@ -93,9 +111,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+# The same examples in every run, however long one of them takes. Others: --hypothesis-profile=new.
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
+
 # Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
 for transport in (httpx._transports.default, httpx2._transports.default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+
+# Five seconds, unless said otherwise, are too few for a server on a busy machine.
+for default in (httpx._config.DEFAULT_TIMEOUT_CONFIG, httpx2._config.DEFAULT_TIMEOUT_CONFIG):
+    default.connect = default.read = default.write = default.pool = 120.0
 
 # All commands are built anew for each one that is run.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
@@ -104,8 +131,16 @@ typer.main.get_command = typer.testing._get_command = functools.cache(typer.main
 gc.disable()
 
 
+SLOW_TIMEOUT_S = 1800
+"""What takes minutes on a quiet machine takes far longer beside other work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()
     # torch has dozens of loggers that do not propagate: pytest attaches itself to each of them, six times a test.
     for logger in logging.root.manager.loggerDict.values():

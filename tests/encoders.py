@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.encoder.config import EncoderEngineConfig
-from penstock.engine.encoder.core import EncoderEngine
 from penstock.sources.resolve import resolve
-from tests.engine_host.client import serving
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +20,11 @@ def encoder_model() -> Path:
 @pytest.fixture(scope="session")
 def encoder_endpoint(encoder_model: Path) -> Iterator[str]:
     """Where the default encoder listens."""
+    # Imported here: tests/conftest.py needs this module in every process, also where no test runs, and it needs torch.
+    from penstock.engine.encoder.config import EncoderEngineConfig
+    from penstock.engine.encoder.core import EncoderEngine
+    from tests.engine_host.client import serving
+
     engine = EncoderEngine.load(EncoderEngineConfig(str(encoder_model), name="minilm", threads=1))
     with tempfile.TemporaryDirectory(prefix="ps-") as folder, serving(engine, f"ipc://{folder}/e") as running:
         yield running.endpoint

@@ -1,8 +1,14 @@
 """A scripted engine (the interface of the real one, no model) and a tiny real tokenizer, for tests of the layers
-around the engine. Each token takes one step, as in the real engine."""
+around the engine. Each token takes one step, as in the real engine.
+
+An engine that takes time for its steps never runs ahead of the event loop that it was made in: a test that wants to act
+in the middle of an answer does so, also on a machine that is too busy to let it run for a while.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -58,6 +64,10 @@ class ScriptedEngine:
         self._deltas: list[Delta] = []
         self._counts: dict[str, int] = {}
         self._steps = self._generated = self._prompt_tokens = 0
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
 
     def submit(self, request: Request) -> None:
         self.seen.append(request)
@@ -84,12 +94,32 @@ class ScriptedEngine:
     def step(self) -> StepOutput | None:
         if self._left:
             time.sleep(self.step_s or (0.001 if self.hold else 0.0))
+            if self.step_s:
+                self._await_loop()
         if not self.hold:
             for id in list(self._left):
                 self._advance(id)
         self._steps += 1
         deltas, self._deltas = self._deltas, []
         return StepOutput(deltas, self.load_snapshot()) if deltas else None
+
+    def _await_loop(self, turns: int = 3) -> None:
+        """Until the loop has had some turns. It may be over, or wait for this engine's end."""
+        done = threading.Event()
+
+        def turn(left: int) -> None:
+            if left and self._loop is not None:
+                self._loop.call_soon(turn, left - 1)
+            else:
+                done.set()
+
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(turn, turns)
+            except RuntimeError:
+                self._loop = None
+            else:
+                done.wait(1.0)
 
     def load_snapshot(self) -> EngineLoad:
         return EngineLoad(

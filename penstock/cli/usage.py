@@ -103,6 +103,13 @@ def _chart(rows: list[Row]) -> None:
     largest = max(max(size for _, size in pairs), 1e-12)
     grid = Table(box=None, pad_edge=False, show_header=False)
     for label, size in pairs:
-        shown = f"${size:,.4f}" if paid else f"{size:,.0f} tokens"
+        shown = f"${_money(size)}" if paid else f"{size:,.0f} tokens"
         grid.add_row(label, Bar(largest, 0, size, width=40), shown)
     stdout().print(grid)
+
+
+def _money(dollars: float) -> str:
+    """Small models cost millionths of a dollar a day; those have digits, too."""
+    from decimal import Decimal
+
+    return f"{dollars:,.4f}" if dollars >= 0.01 or not dollars else f"{Decimal(f'{dollars:.2g}'):f}"

@@ -286,11 +286,12 @@ def _tools(config: Config) -> list[str]:
             problems.append(f"{where}: a unique name is needed")
         if sum(map(bool, (server.openapi, server.mcp_url, server.command))) != 1:
             problems.append(f"{where}: one of openapi, mcp_url and command is needed")
-    for network in config.tools.networks:
-        try:
-            ipaddress.ip_network(network)
-        except ValueError as error:
-            problems.append(f"tools.networks: {error}")
+    for name, networks in (("tools", config.tools.networks), ("webhooks", config.webhooks.networks)):
+        for network in networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                problems.append(f"{name}.networks: {error}")
     return problems
 
 

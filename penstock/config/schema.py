@@ -27,6 +27,7 @@ from penstock.config.models import DEFAULT_MODEL, ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.watermark import WatermarkConfig
+from penstock.config.webhooks import WebhooksConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +424,7 @@ class Config:
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)
     tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
+    webhooks: WebhooksConfig = dataclasses.field(default_factory=WebhooksConfig)
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)

@@ -2,14 +2,17 @@
 
 Gateways and engines find each other in Redis (`fleet`) and share limits, queue and conversations there; keys, ledger
 and requests are in PostgreSQL. Passwords are files below `secrets/`, which `make-secrets.sh` makes; none is in the
-environment of a container. `deploy/compose/` has the project of an empty configuration.
+environment of a container. `deploy/compose/` has the project of an empty configuration. What a project cannot do is
+refused, all of it at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -17,6 +20,7 @@ import yaml
 from penstock.config import Config, ModelConfig
 from penstock.config.pools import PoolConfig
 from penstock.errors import ConfigError
+from penstock.fleet.surroundings import credentials, is_local, servers_on_this_machine, sources
 
 ENGINE_PORT = 5555
 STOP_MARGIN_S = 30
@@ -42,10 +46,38 @@ def project(config: Config, options: ComposeOptions) -> dict[str, str]:
     """File names and contents."""
     if not config.models:
         raise ConfigError("the configuration has no models, so there is nothing for engines to serve")
+    if problems := [*_problems(config)]:
+        raise ConfigError("cannot be deployed with Compose:\n" + "\n".join(problems))
     targets = [f"gateway-{number}:{config.server.port}" for number in range(1, options.gateways + 1)]
     head = "# Written by `penstock deploy compose`. First: sh make-secrets.sh, then a key (docs/install.md).\n"
     text = yaml.dump(_compose(config, options), Dumper=_Dumper, sort_keys=False, width=150)
     return {"compose.yaml": head + text, "prometheus.yml": _prometheus(targets), "make-secrets.sh": _MAKE_SECRETS}
+
+
+def _problems(config: Config) -> Iterator[str]:
+    for setting, host in servers_on_this_machine(config):
+        yield f"{setting}: {host} is the container itself there; name a server that containers reach"
+    for remote in config.remotes:
+        yield from _not_absolute(f"remotes ({remote.name}): key_file", remote.key_file)
+    for index, model in enumerate(config.models):
+        where = f"models[{index}] ({model.name})"
+        if model.autoscale is not None or any(pool.autoscale is not None for pool in model.pools):
+            yield f"{where}: autoscale: nothing here starts containers; scale by hand, or deploy to Kubernetes"
+        if model.time_slice:
+            yield f"{where}: time_slice: models in turn on one GPU need the gateways of `penstock serve`"
+        if model.placement is not None:
+            yield f"{where}: placement: the containers of a project are on one machine"
+        apart = {"replica_roles": model.replica_roles, "replica_grids": model.replica_grids}
+        for setting, values in apart.items():
+            if values:
+                yield f"{where}: {setting}: the containers of a service are alike; deploy to Kubernetes, or use systemd"
+        for source in filter(is_local, sources(model)):
+            yield from _not_absolute(where, source)
+
+
+def _not_absolute(where: str, path: str) -> Iterator[str]:
+    if path and not PurePosixPath(path).is_absolute():
+        yield f"{where}: {path} is mounted into containers under the same name; write an absolute path"
 
 
 def _compose(config: Config, options: ComposeOptions) -> dict[str, Any]:
@@ -140,6 +172,8 @@ def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, 
     made = _penstock(config, f"{options.image}:{version('penstock')}-gateway")
     for section in _IN_REDIS:
         made["environment"][f"PENSTOCK_{section.upper()}__URL__FILE"] = f"{_SECRETS}/redis-url"
+    # Without a value: that of the shell which starts the project, or of its file .env.
+    made["environment"] |= dict.fromkeys((*credentials(config), *_hub(*config.models)))
     made["environment"]["PENSTOCK_STORE__URL__FILE"] = f"{_SECRETS}/store-url"
     made["secrets"].append("store-url")
     made["depends_on"]["postgres"] = {"condition": "service_healthy"}
@@ -147,10 +181,14 @@ def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, 
         "command": ["gateway", "--config", "/etc/penstock/penstock.yaml", "--host", "0.0.0.0", "--port", str(port)],
         "hostname": f"gateway-{number}",
         "ports": [f"{port + number - 1}:{port}"],
-        "volumes": [f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "state:/var/lib/penstock"],
+        "volumes": [
+            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "state:/var/lib/penstock",
+            *_mounts(*(source for model in config.models for source in sources(model) if is_local(source))),
+            *_mounts(*(remote.key_file for remote in config.remotes if remote.key_file)),
+        ],
         "ulimits": {"nofile": {"soft": 65536, "hard": 65536}},
         "healthcheck": _check(["CMD", "penstock", "health", "--live", "--url", f"http://127.0.0.1:{port}"]),
-    }
+    }  # fmt: skip
 
 
 def _engine(
@@ -164,17 +202,29 @@ def _engine(
             *(() if pool is None else ("--pool", pool.name)),
         ],
         # Of one cache, so that a model is downloaded once.
-        "volumes": [f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "models:/var/lib/penstock"],
+        "volumes": [
+            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "models:/var/lib/penstock",
+            *_mounts(*filter(is_local, sources(model))),
+        ],
         "deploy": {"replicas": model.replicas if pool is None else pool.replicas},
         "shm_size": "1gb",
         "healthcheck": _check(["CMD", "penstock", "engine", "--check", "-e", f"tcp://127.0.0.1:{ENGINE_PORT}"]),
     }  # fmt: skip
+    made["environment"] |= dict.fromkeys(_hub(model))
     if device == "cuda":
         ranks = model.tensor_parallel * model.pipeline_parallel
         made["deploy"] = made["deploy"] | {
             "resources": {"reservations": {"devices": [{"driver": "nvidia", "count": ranks, "capabilities": ["gpu"]}]}}
         }
     return made
+
+
+def _mounts(*paths: str) -> list[str]:
+    return [f"{path}:{path}:ro" for path in dict.fromkeys(paths)]
+
+
+def _hub(*models: ModelConfig) -> list[str]:
+    return ["HF_TOKEN"] if any(source.startswith("hf:") for model in models for source in sources(model)) else []
 
 
 def _check(test: list[str]) -> dict[str, Any]:

@@ -17,7 +17,10 @@ from tests.engine.tiny import write_checkpoint
 def test_prompts_and_decode_steps_are_recorded_and_shown(tmp_path: Path) -> None:
     engine = make_engine(write_checkpoint("llama-gqa", tmp_path), num_blocks=200, max_running=4, token_budget=32)
     workload = workloads.closed_loop(4, 20, 80)
-    prompts, decoding = profiler.record(engine, workload)
+    for _ in range(20):  # whoever takes the core away between two kernels takes a share of the time
+        prompts, decoding = profiler.record(engine, workload)
+        if min(profile.busy_s / profile.wall_s for profile in (prompts, decoding)) > 0.5:
+            break
     assert prompts.steps == 3 and decoding.steps == profiler.STEPS  # 80 tokens, at most 32 a step
     for profile, kind in ((prompts, "prompts"), (decoding, "decoding")):
         assert profile.kind == kind and profile.rows == 4

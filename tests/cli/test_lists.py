@@ -109,3 +109,12 @@ def test_every_listing_has_the_same_three_forms() -> None:
             command = command.commands[name]
         (option,) = [parameter for parameter in command.params if parameter.name == "output"]
         assert "-o" in option.opts and all(form in option.help for form in ("table", "json", "csv")), path
+
+
+def test_a_chart_of_usage_shows_small_amounts_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.cli.usage import _chart
+
+    sums = {"requests": "1", "prompt_tokens": "3", "completion_tokens": "4"}
+    _chart([{"tenant": "a", "cost": "0.0000071", **sums}, {"tenant": "b", "cost": "1234.5", **sums}])
+    small, large = capsys.readouterr().out.splitlines()
+    assert small.split()[-1] == "$0.0000071" and large.split()[-1] == "$1,234.5000"

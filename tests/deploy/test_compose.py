@@ -70,6 +70,42 @@ def test_it_follows_the_configuration() -> None:
         project(dataclasses.replace(load(environ={}), models=()), ComposeOptions())
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("models: [{source: smollm2-135m, autoscale: {min: 1, max: 3}}]", r"autoscale: nothing here starts containers"),
+        ("models: [{source: smollm2-135m, pools: [{name: a, autoscale: {max: 2}}]}]", r"autoscale: nothing here"),
+        ("models: [{source: smollm2-135m, time_slice: gpu0}]", r"the gateways of `penstock serve`"),
+        ("models: [{replicas: 2, replica_roles: [prefill, decode]}]", r"containers of a service are alike"),
+        ("models: [{source: ./model}]", r"write an absolute path"),
+        (
+            "remotes: [{name: r, model: m, urls: ['http://localhost:9001/v1']}]",
+            r"remotes\[0\].urls: localhost is the container itself",
+        ),
+    ],
+)
+def test_what_a_project_cannot_do_is_refused_with_the_reason(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        project(load(file, environ={}), ComposeOptions())
+
+
+def test_files_of_this_machine_are_mounted_and_keys_passed_on(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(
+        "models: [{name: own, source: /srv/own, adapters: [{name: a, source: /srv/a}]}, {name: far, source: hf:o/n}]\n"
+        "remotes: [{name: r, model: m, urls: ['https://api.example.com/v1'], key_env: THEIR_KEY}]\n"
+    )
+    services = yaml.safe_load(project(load(file, environ={}), ComposeOptions())["compose.yaml"])["services"]
+    files = {"/srv/own:/srv/own:ro", "/srv/a:/srv/a:ro"}
+    assert files < set(services["gateway-1"]["volumes"]) and files < set(services["engine-own"]["volumes"])
+    assert not files & set(services["engine-far"]["volumes"])
+    gateway, own, far = (services[name]["environment"] for name in ("gateway-1", "engine-own", "engine-far"))
+    assert gateway["THEIR_KEY"] is None and gateway["HF_TOKEN"] is None and far["HF_TOKEN"] is None
+    assert "HF_TOKEN" not in own and "THEIR_KEY" not in own
+
+
 def test_no_password_is_in_a_file_of_the_project_and_secrets_are_made_once(tmp_path: Path) -> None:
     for name, text in project(load(environ={}), ComposeOptions()).items():
         (tmp_path / name).write_text(text)
@@ -146,9 +182,9 @@ def test_its_gateways_and_engines_find_each_other_and_share_keys(
         headers = {"authorization": f"Bearer {key}"}
         for name in ("gateway-1", "gateway-2"):
             url = f"http://127.0.0.1:{ports[name]}"
-            assert eventually(lambda url=url: httpx.get(f"{url}/health/ready", timeout=15).status_code == 200, 300)
-            assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).status_code == 401
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+            assert eventually(lambda url=url: httpx.get(f"{url}/health/ready", timeout=180).status_code == 200, 300)
+            assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).status_code == 401
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
             assert answer.status_code == 200, answer.text
         for process in processes:
             process.terminate()

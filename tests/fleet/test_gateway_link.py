@@ -21,6 +21,7 @@ from penstock.fleet.registration import FleetEngine
 from penstock.fleet.registry import MemoryFleet, MemoryRegistry
 from penstock.protocol.control import Loads, ModelLoad, Topology
 from penstock.protocol.fleet_secret import FleetSecret, generate
+from tests.gateway.conftest import eventually
 
 
 def engine(machine: str, state: str = "ready", **more: Any) -> EngineRecord:
@@ -49,7 +50,7 @@ class World:
             raise ConfigError("there is no such model")
 
     async def until(self, wanted: Callable[[Topology], bool]) -> Topology:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (self.told and wanted(self.told[-1])):
                 self.changed.clear()
                 await self.changed.wait()
@@ -89,7 +90,7 @@ async def test_a_model_that_cannot_be_fetched_keeps_no_other_from_being_served()
     async with link(world) as made:
         bad = engine("a", model="bad", description={"name": "bad", "source": "nowhere"})
         await world.registry.publish(bad)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "no such model" not in (await made.problem() or ""):  # noqa: ASYNC110 (it is what a balancer sees)
                 await asyncio.sleep(0.01)
         await world.registry.publish(engine("b"))
@@ -103,10 +104,10 @@ async def test_configured_and_wished_models_are_known_before_their_engines() -> 
         assert names(await world.until(lambda topology: "w" in topology.models)) == {"own": [], "w": []}
         made.report(Loads({"w": ModelLoad(queued=2)}))
         made.draining()
-        await asyncio.sleep(0.01)
-        fleet = world.fleet.snapshot()
-        assert fleet.gateways["g/http://g:8000/0"].state == "draining"
-        assert fleet.loads["g/http://g:8000/0"].loads.models["w"].queued == 2
+        gateway = "g/http://g:8000/0"
+        await eventually(lambda: world.fleet.snapshot().gateways[gateway].state == "draining")
+        await eventually(lambda: gateway in world.fleet.snapshot().loads)
+        assert world.fleet.snapshot().loads[gateway].loads.models["w"].queued == 2
 
 
 def test_an_engine_is_reached_where_its_machine_is() -> None:

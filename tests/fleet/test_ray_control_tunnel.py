@@ -57,7 +57,7 @@ async def test_lines_pass_both_ways_and_a_lost_host_is_disconnected(tmp_path: Pa
     ends.close_of("another")
     assert not over.is_set()
     ends.close_of("host")
-    await asyncio.wait_for(over.wait(), 10)
+    await asyncio.wait_for(over.wait(), 60)
     assert await reader.read() == b""
     writer.close()
     await tunnel.close()

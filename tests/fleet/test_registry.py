@@ -25,12 +25,12 @@ SECRET = FleetSecret((generate(),))
 class Processes:
     """A fleet whose processes can die."""
 
-    make: Callable[[], Registry]
+    make: Callable[[float], Registry]
     lose: Callable[[Any], None]
     made: list[Registry] = field(default_factory=list)
 
-    def __call__(self) -> Registry:
-        self.made.append(self.make())
+    def __call__(self, lease_s: float = 600.0) -> Registry:
+        self.made.append(self.make(lease_s))
         return self.made[-1]
 
 
@@ -38,12 +38,12 @@ class Processes:
 async def processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Processes]:
     if request.param == "memory":
         fleet = MemoryFleet()
-        found = Processes(lambda: MemoryRegistry(fleet), fleet.lose)
+        found = Processes(lambda lease_s: MemoryRegistry(fleet), fleet.lose)
     else:
         monkeypatch.setattr(redis_registry, "SLACK_S", 0.05)
         monkeypatch.setattr(redis_registry, "POLL_S", 0.1)
         valkey = request.getfixturevalue("valkey")
-        found = Processes(lambda: registry(valkey), die)
+        found = Processes(lambda lease_s: registry(valkey, lease_s=lease_s), die)
     yield found
     for made in found.made:
         await made.close()
@@ -62,7 +62,7 @@ def die(process: RedisRegistry) -> None:
 
 
 async def until(seen: AsyncIterator[Fleet], wanted: Callable[[Fleet], bool]) -> Fleet:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for fleet in seen:
             if wanted(fleet):
                 return fleet
@@ -70,7 +70,7 @@ async def until(seen: AsyncIterator[Fleet], wanted: Callable[[Fleet], bool]) -> 
 
 
 async def test_followers_see_what_is_published_until_its_process_is_lost(processes: Processes) -> None:
-    one, other = processes(), processes()
+    one, other = processes(lease_s=0.4), processes(lease_s=0.4)
     seen = other.follow()
     assert (await anext(seen)).engines == {}
     await one.publish(ENGINE, MODEL)
@@ -100,7 +100,9 @@ async def test_one_controller_at_a_time_and_an_old_one_cannot_write(processes: P
     term = await one.lead("a")
     assert term and await other.lead("b") is None and await one.lead("a") == term
     processes.lose(one)
-    async with asyncio.timeout(20):
+    if isinstance(one, RedisRegistry):
+        await one._redis.hset(one._keys[0], "until", 0)  # its lease runs out
+    async with asyncio.timeout(60):
         while not (newer := await other.lead("b")):  # noqa: ASYNC110 (it is asked again and again, as a controller does)
             await asyncio.sleep(0.05)
     assert newer > term

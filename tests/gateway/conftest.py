@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from penstock.backends.base import Backend
+from penstock.config.routing import AdmissionConfig
 from penstock.gateway.app.asgi import App
 from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.main import Application, serve
@@ -26,6 +28,8 @@ from tests.ports import free_port
 from tests.scripted import ScriptedEngine, make_text
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -79,7 +83,9 @@ def serving(text: TextModel) -> Serving:
         run. `control`: the supervisor's socket."""
         engine = engine or ScriptedEngine(text)
         port = free_port()
-        options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
+        # On a busy machine requests wait longer than users would; that is no overload.
+        patient = AdmissionConfig(wait_s=120.0, shed_from=1.0)
+        options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), "admission": patient, **settings}
         gateway = GatewaySettings(port=port, **options)
         model = ServedModel(
             "tiny",
@@ -100,13 +106,21 @@ def serving(text: TextModel) -> Serving:
         if task.done():
             task.result()
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            hooks = {"response": [log_failures]}
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120, event_hooks=hooks) as client:
                 yield Running(client, engine, listening.result(), stop, port)
         finally:
             stop.set()
             await task
 
     return start
+
+
+async def log_failures(reply: httpx.Response) -> None:
+    """A test that expected an answer shows why it got none."""
+    if reply.status_code >= 500:
+        await reply.aread()
+        log.warning("%s: %d %s", reply.request.url.path, reply.status_code, reply.text[:500])
 
 
 def events(body: str) -> list[str]:

@@ -133,6 +133,11 @@ class EndTensors:
     def _virtual(self, module: str, tensors: Any, hashed: Callable[[str, Tensor], None]) -> EndRows:
         """Rows for the first tokens behind the model's vocabulary, which only the embedding has."""
         site = self.cut.whole.sites[self.ends[module]]
+        if site.virtual_factor is None:
+            raise CheckpointError(
+                f"{self.config.kind} is not supported for this family: transformers leaves out the factor of its "
+                "embedding where rows stand before tokens, so such an adapter was trained with other tokens"
+            )
         rows: Tensor = tensors.get_tensor(self._keys[module, "virtual"])
         if rows.dim() != 2 or not len(rows) or rows.shape[1] != _hidden(site):
             raise CheckpointError(

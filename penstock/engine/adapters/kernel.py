@@ -12,6 +12,7 @@ from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.models.layers.linear import Linear
@@ -30,6 +31,8 @@ class LoraKernel(Protocol):
     """Those of queries and keys; the same."""
     inputs: InputBank | None
     """What adapters do to the inputs of linears; the same."""
+    prefixes: PrefixBank | None
+    """Keys and values that adapters put before those of prompts; the same."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""

@@ -92,8 +92,8 @@ class Site:
     """Of what stands before or behind all layers: one of the two. See `adapters.ends`."""
     factor: float = 1.0
     """What the model's own matrix was multiplied by when it was loaded."""
-    virtual_factor: float = 1.0
-    """Of the embedding: what rows are multiplied by that stand for no token."""
+    virtual_factor: float | None = 1.0
+    """Of the embedding: what rows are multiplied by that stand for no token; None: there can be none."""
     gated: bool = False
     """Whether what its last part gives, times what the others give, is all that the next site reads."""
 

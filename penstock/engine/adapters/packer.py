@@ -24,6 +24,7 @@ from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site
 from penstock.engine.adapters.norm_tensors import NormNames, NormTensors
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.prefixes import PREFIX, StoredPrefix, read_prefix
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vector_tensors import Changed, VectorTensors
@@ -77,6 +78,8 @@ class Packer:
     """Those of queries and keys."""
     inputs: InputBlocks | None
     """What it does to the inputs of linears."""
+    prefix: StoredPrefix | None
+    """Keys and values of its virtual tokens."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Packer:
         self.config = config
         self.ranks, self.parts = torch.zeros(2, len(layout.sites), dtype=torch.int32).unbind()
         self._max_rank = max_rank
-        self._dtype = dtype
+        self._dtype, self._row_dtype = dtype, row_dtype or dtype
         self._pin = pin
         self._content = hashlib.blake2b(str(dtype).encode(), digest_size=16)
         self._places: dict[str, list[tuple[int, range]]] = {}
@@ -111,7 +114,7 @@ class Packer:
         have in others."""
         self._stacks: dict[str, list[int]] = {}
         self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
-        self._whole = EndTensors(file, cut, self._ends, config, base, row_dtype or dtype, most_rows, room)
+        self._whole = EndTensors(file, cut, self._ends, config, base, self._row_dtype, most_rows, room)
         self._vectors = VectorTensors(file, layout, cut, config, stored)
         self._norms = NormTensors(file, config, norms, stored)
         self._inputs = InputTensors(file, cut, config)
@@ -135,12 +138,17 @@ class Packer:
     def pack(self, tensors: Any) -> None:
         found: dict[tuple[int, str], dict[str, str]] = {}
         ends: dict[str, dict[str, str]] = {}
+        self.prefix = None
         for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
             match = _TENSOR.fullmatch(key)
             if match is not None:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
                 ends.setdefault(match[1], {})[match[2]] = key
+            elif key == PREFIX:
+                stored = tensors.get_tensor(key)
+                self._hash(key, stored)
+                self.prefix = read_prefix(stored, self.cut, self._row_dtype)
             elif not any(each.take(key) for each in (self._inputs, self._whole, self._vectors, self._norms)):
                 raise self._refusal(key)
         converted = self.config.ranks is not None and (self._norms.any or self._whole.any or self._inputs.any)

@@ -22,6 +22,7 @@ from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
 from penstock.engine.adapters.norm_tensors import NormNames
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.packer import Packer
+from penstock.engine.adapters.prefixes import StoredPrefix
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.adapters.vectors import SiteVectors
@@ -55,6 +56,8 @@ class LoadedAdapter:
     """What it does to the inputs of linears."""
     head_norms: Mapping[Norm, Tensor] | None = None
     """The norms of queries and keys that it replaces."""
+    prefix: StoredPrefix | None = None
+    """Keys and values of its virtual tokens."""
     kind: str = "LoRA"
     """What PEFT's users call it."""
     narrow: bool = field(init=False)
@@ -129,12 +132,13 @@ def read_adapter(
     ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
     rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
     vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors
+    prefix = packer.prefix.pinned() if pin and packer.prefix is not None else packer.prefix
     further = layout.touches_further(ranks) or any(
         each is not None for each in (rows, vectors, packer.norms, packer.inputs, packer.head_norms)
     )
     return LoadedAdapter(
         name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms,
-        packer.inputs, packer.head_norms, config.kind,
+        packer.inputs, packer.head_norms, prefix, config.kind,
     )  # fmt: skip
 
 

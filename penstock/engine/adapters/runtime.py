@@ -18,6 +18,7 @@ from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.norms import with_norms
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.adapters.prefixes import with_prefixes
 from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
@@ -57,6 +58,8 @@ class AdaptedModel:
         altered = with_norms(self.further, self.kernel.norms)
         if self.kernel.head_norms is not None:
             altered = with_head_norms(altered, self.kernel.head_norms)
+        if self.kernel.prefixes is not None:
+            altered = with_prefixes(altered, self.kernel.prefixes)
         return dataclasses.replace(self, altered=altered)
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
@@ -153,13 +156,14 @@ class AdapterRuntime:
         return any(adapter is not None and adapter.by_host for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch changes single outputs of linears, their inputs, or norms."""
+        """Whether some adapter of a batch changes single outputs of linears, their inputs, norms, or what
+        the cache begins with."""
         adapters = {chunk.adapter for chunk in batch.chunks} - {None}
         return any(
             each is not None
             for one in adapters
             if one is not None
-            for each in (one.vectors, one.norms, one.inputs, one.head_norms)
+            for each in (one.vectors, one.norms, one.inputs, one.head_norms, one.prefix)
         )
 
     def on_head(self, decoder: Decoder) -> bool:

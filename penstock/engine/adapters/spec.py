@@ -22,8 +22,8 @@ LEAST_RANK, MOST_RANK = 16, 512
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""
 
-VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT")
-"""Kinds that are rows of the embedding for tokens before every prompt."""
+VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
+"""Kinds that put tokens before every prompt: rows of the embedding, or keys and values."""
 
 _OF_OUTPUTS = ("IA3", "BEFT", "LN_TUNING")
 """Kinds that change single outputs of linears, or norms."""

@@ -229,8 +229,9 @@ class ModelConfig:
     norm_offset: float = 0.0
     """Added to norm weights when they are read."""
     embedding_scale: float = 1.0
-    virtual_scale: float = 1.0
-    """What inputs are multiplied by that are no rows of the embedding: some families scale whatever comes in."""
+    virtual_scale: float | None = 1.0
+    """What inputs are multiplied by that are no rows of the embedding: some families scale whatever comes in. None:
+    tokens are not scaled either where such inputs are given, so that they cannot stand beside tokens."""
     attention_scale: float
     """Factor of the products of queries and keys."""
     attention_softcap: float | None = None

@@ -20,6 +20,7 @@ from penstock.engine.adapters.norm_tensors import NormNames
 from penstock.engine.adapters.norms import norms_in_layer, norms_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
 from penstock.engine.adapters.spec import (
@@ -205,6 +206,7 @@ def adapt_model(
     reserved = with_vectors(config)
     kernel.vectors = backend.vector_bank(layout, slots, reserved=reserved)
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
+    kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         beside = beside_slots(config, backend, cut)

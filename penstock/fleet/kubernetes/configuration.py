@@ -144,16 +144,6 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
             yield here, tree, key
 
 
-def credentials(config: Config) -> tuple[str, ...]:
-    """Environment variables that the configuration names for keys of other servers."""
-    named = [remote.key_env for remote in config.remotes]
-    if any(remote.dialect == "bedrock" and not remote.key_env and not remote.key_file for remote in config.remotes):
-        named += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
-    named += [rule.key_env for rule in config.guardrails]
-    named += [variable for server in config.tool_servers for variable in server.env]
-    return tuple(dict.fromkeys(filter(None, named)))
-
-
 def refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError("cannot be deployed to Kubernetes:\n" + "\n".join(problems))

@@ -15,6 +15,7 @@ from penstock.fleet.kubernetes.groups import EngineGroup, device_of, encoder_gro
 from penstock.fleet.kubernetes.names import check_label, check_length, dns_label
 from penstock.fleet.kubernetes.options import ClusterOptions
 from penstock.fleet.kubernetes.parameters import Json, Parameters
+from penstock.fleet.surroundings import is_local, servers_on_this_machine, sources
 from penstock.protocol.address import is_loopback
 
 MODELS = "/models"
@@ -110,6 +111,10 @@ def _problems(config: Config, tree: dict[str, Any], options: ClusterOptions, red
             problems.append(f"{key}.url: {url} is a file of one pod; gateways need postgresql://, which they share")
         elif host and is_loopback(host):
             problems.append(f"{key}.url: {host} is the pod itself there; name a server that pods reach")
+    problems += [
+        f"{setting}: {host} is the pod itself there; name a server that pods reach"
+        for setting, host in servers_on_this_machine(config)
+    ]
     if config.server.loaded_models:
         problems.append("server.loaded_models: a file of one pod; list the models in the configuration")
     cache = config.cache
@@ -146,8 +151,7 @@ def _model_problems(model: ModelConfig, options: ClusterOptions, redis: bool, sc
             problems.append("resources.gpus: a pod has whole GPUs")
         odd = [name for name in model.resources.custom if "/" not in name]
         problems += [f"resources.labels: {name}: extended resources are DOMAIN/NAME=AMOUNT" for name in odd]
-    sources = [model.source, *filter(None, [model.draft_model]), *(spec.source for spec in model.adapters)]
-    for source in sources:
+    for source in sources(model):
         problems += _source_problems(source, options)
     if model.disk_memory and not PurePosixPath(model.disk_path).is_absolute():
         problems.append("disk_path: an absolute path is needed, where the pod mounts its scratch volume")
@@ -174,9 +178,7 @@ def _model_problems(model: ModelConfig, options: ClusterOptions, redis: bool, sc
 
 
 def _source_problems(source: str, options: ClusterOptions) -> list[str]:
-    from penstock.sources.resolve import ALIASES
-
-    if source in ALIASES or source.startswith(("hf:", "pypi:", "s3://")):
+    if not is_local(source):
         return []
     if not options.models_claim:
         return [f"{source} is a file of this machine; copy it to a claim and give --models-claim, or use hf:"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from penstock.fleet.kubernetes import engines, pods
-from penstock.fleet.kubernetes.configuration import DRAIN_DELAY_S, FILE, SecretSetting, credentials
+from penstock.fleet.kubernetes.configuration import DRAIN_DELAY_S, FILE, SecretSetting
 from penstock.fleet.kubernetes.deployment import Deployment
 from penstock.fleet.kubernetes.parameters import Json
+from penstock.fleet.surroundings import credentials
 
 START_S = 600
 """For fetching tokenizers and templates of all models."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.config.models import ModelConfig
-from penstock.fleet.kubernetes.configuration import credentials
 from penstock.fleet.kubernetes.deployment import Deployment
 from penstock.fleet.kubernetes.extras import METRICS_SECRET
 from penstock.fleet.kubernetes.pods import FLEET_SECRET
+from penstock.fleet.surroundings import credentials
 
 _EXAMPLES = {"store-url": "postgresql://USER:PASSWORD@HOST/NAME", "fleet-url": "redis://:PASSWORD@HOST:6379"}
 

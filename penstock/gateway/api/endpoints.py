@@ -19,6 +19,7 @@ from penstock.gateway.api.openai.tokenize import TokenEndpoints, TokenizerQuery
 from penstock.gateway.api.openai.watermark import DetectRequest, WatermarkEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
+from penstock.gateway.api.webhook_endpoints import WEBHOOKS
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
@@ -198,6 +199,7 @@ ENDPOINTS = (
         query=TokenizerQuery,
     ),
     *KNOWLEDGE,
+    *WEBHOOKS,
     Endpoint(
         "GET",
         "/v1/traces",

@@ -82,6 +82,10 @@ _MESSAGE_BATCH = obj(
     created_at=STRING, expires_at=STRING, ended_at=maybe(STRING), cancel_initiated_at=maybe(STRING),
     archived_at=maybe(STRING), results_url=maybe(STRING),
 )  # fmt: skip
+_WEBHOOK = obj(
+    id=STRING, object=word("webhook_endpoint"), created_at=INTEGER, updated_at=INTEGER, name=STRING, url=STRING,
+    event_types=many(STRING), signing_secret_hint=STRING,
+)  # fmt: skip
 _PAGE = {"first_id": maybe(STRING), "last_id": maybe(STRING), "has_more": BOOLEAN}
 _VOTE = obj(object=word("feedback"), response_id=STRING, rating=word("up", "down"), model=STRING, route=STRING)
 
@@ -243,6 +247,20 @@ _SCHEMAS: dict[str, Schema] = {
     "add_upload_part": obj(id=STRING, object=word("upload.part"), created_at=INTEGER, upload_id=STRING),
     "complete_upload": _UPLOAD,
     "cancel_upload": _UPLOAD,
+    "create_webhook_endpoint": _WEBHOOK,
+    "get_webhook_endpoint": _WEBHOOK,
+    "update_webhook_endpoint": _WEBHOOK,
+    "rotate_webhook_secret": _WEBHOOK,
+    "list_webhook_endpoints": listing(_WEBHOOK, **_PAGE),
+    "delete_webhook_endpoint": obj(id=STRING, object=word("webhook_endpoint.deleted"), deleted=BOOLEAN),
+    "test_webhook_endpoint": obj(
+        object=word("webhook_endpoint.test"),
+        webhook_endpoint_id=STRING,
+        event_type=STRING,
+        status_code=INTEGER,
+        success=BOOLEAN,
+    ),
+    "list_webhook_event_types": listing(STRING),
     "create_batch": _BATCH,
     "get_batch": _BATCH,
     "cancel_batch": _BATCH,

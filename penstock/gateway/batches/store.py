@@ -119,6 +119,10 @@ class Batch(msgspec.Struct, frozen=True):
         }
 
 
+Announce = Callable[[str, str], Sequence[Statement]]
+"""What to run in the transaction that ends a batch; given the event and the id of the batch."""
+
+
 class Answer(msgspec.Struct, frozen=True):
     """A line of a batch's output file, or of its error file when not `ok`."""
 
@@ -141,6 +145,7 @@ class BatchStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self.clock = clock
+        self.announce: Announce = lambda event, id: ()
 
     async def prepare(self) -> None:
         await self._database.migrate("batches", _VERSIONS)
@@ -287,10 +292,11 @@ class BatchStore:
 
     async def failed(self, id: str, runner: str, problems: Sequence[Problem]) -> None:
         """It cannot be run at all."""
-        await self._database.execute(
+        ended = (
             "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, runner = '' WHERE id = ? AND runner = ?",
-            self.clock(), msgspec.json.encode(problems).decode(), id, runner,
-        )  # fmt: skip
+            (self.clock(), msgspec.json.encode(problems).decode(), id, runner),
+        )
+        await self._database.transact([ended, *self._announced("failed", id)], guarded=True)
 
     async def add(self, answers: Sequence[Answer], id: str) -> None:
         """The first answer of a line stays."""
@@ -345,7 +351,12 @@ class BatchStore:
             (status, self.clock(), output, errors, *[id] * (3 + len(USAGE)), id, runner),
         )
         forgotten = ("DELETE FROM batch_answers WHERE batch_id = ?", (id,))
-        return (await self._database.transact([ended, *with_files, forgotten], guarded=True))[0] > 0
+        statements = [ended, *with_files, forgotten, *self._announced(status, id)]
+        return (await self._database.transact(statements, guarded=True))[0] > 0
+
+    def _announced(self, status: str, id: str) -> Sequence[Statement]:
+        """Batches of messages are none of the API that has these events."""
+        return self.announce(f"batch.{status}", id) if id.startswith("batch_") else ()
 
     async def _with_counts(self, batch: Batch) -> Batch:
         """Of one that runs, the counts so far."""

@@ -96,6 +96,7 @@ from penstock.gateway.rag.vector_stores.file_search import FileSearches
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
 from penstock.gateway.server_tools.answers import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
+from penstock.gateway.webhooks.delivery import WebhookClient, WebhookDeliveries
 from penstock.gateway.workers.group import WorkerGroup
 from penstock.identity.data_rules import DataRules
 from penstock.metering.audit import AuditLog
@@ -396,6 +397,14 @@ async def compose(
             closing(detached.close)
         chats = None if stores is None else stores.chats
 
+        webhook_client = None
+        if stores is not None and stores.webhooks is not None:
+            webhook_client = WebhookClient(settings.webhooks)
+            closing(webhook_client.close)
+            deliveries = WebhookDeliveries(stores.webhooks, webhook_client, settings.webhooks, metrics.registry)
+            deliveries.start()
+            closing(deliveries.close)
+
         # What requests reach.
         limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
@@ -457,6 +466,7 @@ async def compose(
             KVEndpoints(registry, settings.share_prefixes),
             optional.of_request_log(request_log, permissions),
             optional.of_audit_log(stores),
+            optional.of_webhooks(stores, webhook_client, settings),
             HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]

@@ -32,6 +32,8 @@ from penstock.gateway.process.stores import Stores
 from penstock.gateway.quality.endpoints import FeedbackEndpoints
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
 from penstock.gateway.response_cache.endpoints import CacheEndpoints
+from penstock.gateway.webhooks.delivery import WebhookClient
+from penstock.gateway.webhooks.endpoints import WebhookEndpoints
 from penstock.gateway.workers.group import WorkerGroup
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
@@ -84,6 +86,15 @@ def of_audit_log(stores: Stores | None) -> AuditEndpoints | Unavailable:
     if stores is None:
         return Unavailable(AuditEndpoints, ServiceUnavailable, "This gateway keeps no audit log.")
     return AuditEndpoints(stores.audit)
+
+
+def of_webhooks(
+    stores: Stores | None, client: WebhookClient | None, settings: GatewaySettings
+) -> WebhookEndpoints | Unavailable:
+    if stores is None or stores.webhooks is None or client is None:
+        message = "This server sends no webhooks: `webhooks.enabled` is off, or it has no store."
+        return Unavailable(WebhookEndpoints, NotFound, message)
+    return WebhookEndpoints(stores.webhooks, client, settings.webhooks, settings.body_limit)
 
 
 def of_store(

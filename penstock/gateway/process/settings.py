@@ -31,6 +31,7 @@ from penstock.config.schema import (
     TierConfig,
 )
 from penstock.config.watermark import WatermarkConfig
+from penstock.config.webhooks import WebhooksConfig
 from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.prices import Price, PriceBook, PriceEntry
@@ -210,6 +211,7 @@ class GatewaySettings:
     guardrails: tuple[GuardrailConfig, ...] = ()
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
     tools: ToolsConfig = ToolsConfig()  # noqa: RUF009
+    webhooks: WebhooksConfig = WebhooksConfig()  # noqa: RUF009
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
     judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
@@ -330,6 +332,7 @@ class GatewaySettings:
             guardrails=config.guardrails,
             conversations=config.conversations,
             tools=config.tools,
+            webhooks=config.webhooks,
             tool_servers=config.tool_servers,
             knowledge=config.knowledge,
             judge=config.judge,

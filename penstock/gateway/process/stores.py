@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
@@ -10,6 +11,7 @@ from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.quality.feedback import Feedback
+from penstock.gateway.webhooks.store import WebhookStore
 from penstock.identity import IdentityStore
 from penstock.metering.audit import AuditStore
 from penstock.metering.ledger import Ledger
@@ -29,6 +31,7 @@ class Stores:
     tools: ToolSpecStore
     ledger: Ledger
     audit: AuditStore
+    webhooks: WebhookStore | None
 
 
 async def open_stores(database: Database, settings: GatewaySettings, metrics: MetricRegistry) -> Stores:
@@ -50,6 +53,9 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
             retention_s=None if settings.audit.retention_days is None else settings.audit.retention_days * 86400,
             most=settings.audit.max_entries,
         ),
+        webhooks=WebhookStore(database, most_waiting=settings.webhooks.waiting_per_tenant)
+        if settings.webhooks.enabled
+        else None,
     )
     await stores.identities.prepare()
     if isinstance(stores.responses, ResponseStore):
@@ -61,4 +67,9 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
     await stores.batches.prepare()
     await stores.tools.prepare()
     await stores.audit.prepare()
+    if stores.webhooks is not None:
+        await stores.webhooks.prepare()
+        stores.batches.announce = partial(stores.webhooks.event, "batches")
+        if isinstance(stores.responses, ResponseStore):
+            stores.responses.background.announce = partial(stores.webhooks.event, "responses")
     return stores

@@ -1,4 +1,4 @@
-"""SSRF protection: tools may connect to public addresses and to the private networks in the configuration.
+"""SSRF protection: tools and webhooks may connect to public addresses and to private networks in the configuration.
 
 A host name is resolved here, its address checked, and the connection made to exactly that address, so a name that
 resolves differently a moment later has no effect. TLS still verifies the name.
@@ -49,12 +49,13 @@ clouds, and ranges that are reserved."""
 class Addresses:
     """Decides which addresses may be connected to."""
 
-    def __init__(self, networks: Iterable[str] = ()) -> None:
-        """`networks`: private networks that are allowed, such as `10.1.0.0/16`."""
+    def __init__(self, networks: Iterable[str] = (), *, setting: str = "tools.networks") -> None:
+        """`networks`: private networks that are allowed, such as `10.1.0.0/16`, by the setting named `setting`."""
+        self._setting = setting
         try:
             self._allowed = [ipaddress.ip_network(network) for network in networks]
         except ValueError as error:
-            raise ConfigError(f"tools.networks: {error}") from error
+            raise ConfigError(f"{setting}: {error}") from error
 
     def allows(self, address: Address) -> bool:
         inner = _embedded(address)
@@ -76,7 +77,7 @@ class Addresses:
             address = ipaddress.ip_address(str(where[0]).partition("%")[0])
             if self.allows(address):
                 return str(address)
-        raise ToolError(f"the host {host} has a private address, which tools may not reach")
+        raise ToolError(f"the host {host} has a private address, which may not be reached (`{self._setting}`)")
 
     async def pin(self, request: Any) -> None:
         """Directs an HTTP request to a checked address and keeps the host name."""
@@ -96,11 +97,12 @@ def trusted() -> ssl.SSLContext:
 
 class PinnedTransport(httpx.AsyncBaseTransport):
     """HTTP to checked addresses. One per tool server: connections are reused by address, so they must not be shared
-    between names."""
+    between names, unless they are not kept."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: Addresses, *, keep_alive: bool = True) -> None:
         self._addresses = addresses
-        self._inner = httpx.AsyncHTTPTransport(verify=trusted(), trust_env=False)
+        limits = httpx.Limits(max_connections=100, max_keepalive_connections=20 if keep_alive else 0)
+        self._inner = httpx.AsyncHTTPTransport(verify=trusted(), trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await self._addresses.pin(request)

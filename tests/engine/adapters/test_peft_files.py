@@ -105,6 +105,12 @@ LEARNED_INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
         "PromptEncoderConfig",
         {"num_virtual_tokens": 4, "encoder_hidden_size": 16, "encoder_reparameterization_type": "LSTM"},
     ),
+    "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 5}),
+    "prefix tuning by a projection": (
+        "PrefixTuningConfig",
+        {"num_virtual_tokens": 17, "prefix_projection": True, "encoder_hidden_size": 24},
+    ),
+    "cartridge": ("CartridgeConfig", {"num_virtual_tokens": 6}),
     "cpt": ("CPTConfig", {"cpt_token_ids": [5, 7, 9], "cpt_tokens_type_mask": [1, 2, 3], "cpt_mask": [1, 1, 1]}),
 }
 """Kinds that have no target modules."""

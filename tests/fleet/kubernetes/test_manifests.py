@@ -239,6 +239,10 @@ def test_only_gateways_reach_engines(rich: Deployment) -> None:
     [
         ("store: {url: 'sqlite:////var/db'}", r"store.url: .* is a file of one pod"),
         ("counters: {url: 'redis://localhost:6379'}", r"counters.url: localhost is the pod itself there"),
+        (
+            "remotes: [{name: r, model: m, urls: ['http://127.0.0.1:9001/v1']}]",
+            r"remotes\[0\].urls: 127.0.0.1 is the pod itself",
+        ),
         ("models: [{source: /data/model}]", r"a file of this machine; copy it to a claim"),
         ("models: [{source: smollm2-135m, time_slice: gpu0}]", r"pods have GPUs of their own"),
         ("models: [{source: smollm2-135m, memory_share: 0.5}]", r"a pod has its GPUs to itself"),

@@ -87,9 +87,10 @@ async def test_a_downgrade(serving: Serving, text: TextModel, tmp_path: Path) ->
 
 @pytest.mark.parametrize("on_error", ["refuse", "allow"])
 async def test_moderation(serving: Serving, text: TextModel, tmp_path: Path, on_error: Any) -> None:
+    base: dict[str, Any] = {"kind": "model", "model": "hidden-model", "stage": "input", "timeout_s": 60.0}
     rules = [
-        GuardrailConfig(name="checked", kind="model", model="hidden-model", stage="input", on_error=on_error),
-        GuardrailConfig(name="always", kind="model", model="hidden-model", stage="input", for_all_callers=True),
+        GuardrailConfig(name="checked", on_error=on_error, **base),
+        GuardrailConfig(name="always", for_all_callers=True, **base),
     ]
     async with world(serving, text, tmp_path, guardrails=tuple(rules[:1])) as it:
         assert (await it.chat("acme", "tiny")).status_code == 200

@@ -27,6 +27,7 @@ from penstock.config.guardrails import GuardrailConfig
 from penstock.config.routing import RouteConfig
 from penstock.config.schema import DEFAULT_TIERS, RequestLogConfig
 from penstock.config.watermark import WatermarkConfig
+from penstock.config.webhooks import WebhooksConfig
 from penstock.engine.request import Request
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ServedModel
@@ -92,7 +93,7 @@ def _watermark_secret(folder: Path) -> str:
 
 
 def remote(name: str, port: int) -> RemoteModel:
-    upstream = Upstream(f"http://127.0.0.1:{port}/v1", "tiny", timeout_s=5.0)
+    upstream = Upstream(f"http://127.0.0.1:{port}/v1", "tiny", timeout_s=60.0)
     return RemoteModel(name, [RemoteServer(name, upstream)], aliases=(f"{name}-alias",))
 
 
@@ -124,6 +125,7 @@ async def world(
             servers = (api.config(name="hidden-tool"), api.config(name="open-tool", allow=("get_weather",)))
             more |= {"tools": ToolsConfig(networks=LOOPBACK), "tool_servers": servers}
         settings: dict[str, Any] = {
+            "webhooks": WebhooksConfig(enabled=True),
             "store_url": f"sqlite:///{folder / 'state.db'}",
             "default_tier": "standard",
             "tiers": tuple(dataclasses.replace(tier, allow=EVERYTHING) for tier in DEFAULT_TIERS),

@@ -30,7 +30,7 @@ TIERS = (
 
 
 def one_at_a_time(**more: Any) -> AdmissionConfig:
-    return AdmissionConfig(**{"slots": 1, "ahead": 0, "shed_from": 1.0, **more})
+    return AdmissionConfig(**{"slots": 1, "ahead": 0, "shed_from": 1.0, "wait_s": 120.0, **more})
 
 
 def held(text: TextModel) -> ScriptedEngine:
@@ -99,14 +99,21 @@ async def test_whoever_waits_too_long_or_finds_the_queue_full_is_told_when_to_re
     serving: Serving, text: TextModel
 ) -> None:
     engine = held(text)
-    async with serving(engine, admission=one_at_a_time(wait_s=0.4, queue=2)) as running:
-        first = asyncio.create_task(running.chat())
-        await eventually(lambda: len(engine.seen) == 1)
-        waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (False, True)]
+    shed = 'penstock_sheds_total{model_name="tiny",class="standard",reason='
+    async with serving(engine, admission=one_at_a_time(queue=2)) as running:
+        tasks = [asyncio.create_task(running.chat()) for _ in range(3)]
         await queued(running, 2)
         full = await running.chat()
         assert (full.status_code, full.headers["x-penstock-reason"]) == (503, "queue_full")
         assert full.json()["error"]["code"] == "overloaded" and int(full.headers["retry-after"]) >= 1
+        assert await running.metric(shed + '"queue_full"}') == 1
+        engine.hold = False
+        assert {reply.status_code for reply in await asyncio.gather(*tasks)} == {200}
+    engine = held(text)
+    async with serving(engine, admission=one_at_a_time(wait_s=0.4, queue=2)) as running:
+        first = asyncio.create_task(running.chat())
+        await eventually(lambda: len(engine.seen) == 1)
+        waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (False, True)]
         for reply in await asyncio.gather(*waiting):
             assert (reply.status_code, reply.headers["x-penstock-reason"]) == (503, "queue_timeout")
             assert int(reply.headers["retry-after"]) >= 1
@@ -114,8 +121,6 @@ async def test_whoever_waits_too_long_or_finds_the_queue_full_is_told_when_to_re
         assert (await first).status_code == 200
         assert (await running.chat()).status_code == 200
         assert len(engine.seen) == 2
-        shed = 'penstock_sheds_total{model_name="tiny",class="standard",reason='
-        assert await running.metric(shed + '"queue_full"}') == 1
         assert await running.metric(shed + '"queue_timeout"}') == 2
         assert await running.metric('penstock_rejections_total{reason="queue_timeout"}') == 2
 
@@ -174,7 +179,7 @@ async def gateway(registry: ModelRegistry, **settings: Any) -> AsyncIterator[tup
     task = asyncio.create_task(serve(options, registry, stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}", timeout=30) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}", timeout=120) as client:
             yield client, listening.result()
     finally:
         stop.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from penstock.config.schema import CountersConfig, LimitConfig, TierConfig
 from penstock.gateway.app.dialects import duration
 from penstock.gateway.process.settings import ModelSettings
-from tests.gateway.conftest import Running, Serving
+from tests.gateway.conftest import Running, Serving, eventually
 from tests.scripted import ScriptedEngine
 
 
@@ -40,23 +41,27 @@ async def sign_in(running: Running, tenant: str = "acme", **key: Any) -> None:
 async def test_requests_per_minute_are_told_and_held(serving: Serving, tmp_path: Path) -> None:
     async with serving(**settings(tmp_path, TierConfig(name="free", requests_per_minute=3))) as running:
         await sign_in(running)
+        begun = time.monotonic()
         replies = [await running.chat(max_tokens=1) for _ in range(4)]
+        took = time.monotonic() - begun
         assert [reply.status_code for reply in replies] == [200, 200, 200, 429]
         assert [reply.headers["x-ratelimit-remaining-requests"] for reply in replies] == ["2", "1", "0", "0"]
         assert replies[0].headers["x-ratelimit-limit-requests"] == "3"
         refused = replies[-1]
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert refused.headers["x-penstock-reason"] == "rate_limit"
-        assert 55 <= int(refused.headers["retry-after"]) <= 62
+        assert 58 - took <= int(refused.headers["retry-after"]) <= 62
 
 
 async def test_tokens_are_reserved_and_what_is_left_given_back(serving: Serving, tmp_path: Path, text: Any) -> None:
-    engine = ScriptedEngine(text, lambda request: [ord("a")] * 10 + [text.eos_token_ids[0]], step_s=0.005)
+    engine = ScriptedEngine(text, lambda request: [ord("a")] * 10 + [text.eos_token_ids[0]])
+    engine.hold = True
     async with serving(engine, **settings(tmp_path, TierConfig(name="free", tokens_per_minute=200))) as running:
         await sign_in(running)
         first = asyncio.create_task(running.complete(prompt="abcd", max_tokens=150))
-        await asyncio.sleep(0.02)
+        await eventually(lambda: len(engine.seen) == 1)
         assert (await running.complete(prompt="abcd", max_tokens=150)).status_code == 429
+        engine.hold = False
         assert (await first).status_code == 200
         again = await running.complete(prompt="abcd", max_tokens=150)
         assert again.status_code == 200, "the first used 15 of its 154 tokens"
@@ -66,10 +71,14 @@ async def test_tokens_are_reserved_and_what_is_left_given_back(serving: Serving,
 
 
 async def test_concurrent_requests(serving: Serving, tmp_path: Path, text: Any) -> None:
-    engine = ScriptedEngine(text, step_s=0.02)
+    engine = ScriptedEngine(text)
+    engine.hold = True
     async with serving(engine, **settings(tmp_path, TierConfig(name="free", concurrent_requests=2))) as running:
         await sign_in(running)
-        statuses = [reply.status_code for reply in await asyncio.gather(*(running.chat() for _ in range(5)))]
+        asked = [asyncio.create_task(running.chat()) for _ in range(5)]
+        await eventually(lambda: sum(task.done() for task in asked) == 3)
+        engine.hold = False
+        statuses = [reply.status_code for reply in await asyncio.gather(*asked)]
         assert sorted(statuses) == [200, 200, 429, 429, 429]
         assert (await running.chat()).status_code == 200
 

@@ -102,10 +102,16 @@ async def test_leases_are_kept_whatever_happens(
 
     monkeypatch.setattr(BackgroundStore, "take_over", wrong)
     monkeypatch.setattr(background, "BEAT_S", 0.02)
-    async with serving(held(text), **stored(tmp_path), gateway_timeout_s=0.4) as running:
+    async with serving(held(text), **stored(tmp_path)) as running:
         id = (await create(running, background=True)).json()["id"]
-        await asyncio.sleep(0.8)
-        assert await running.parts.database.fetch("SELECT 1 FROM responses WHERE leased_until > ?", time.time())  # type: ignore[union-attr]
+
+        async def leased_until() -> float:
+            [[at]] = await running.parts.database.fetch("SELECT leased_until FROM responses")  # type: ignore[union-attr]
+            return float(at)
+
+        for _ in range(5):
+            before = await leased_until()
+            await until(leased_until, lambda at: at > before)  # noqa: B023
         running.engine.hold = False
         assert (await ended(running, id))["status"] == "completed"
 
@@ -285,12 +291,14 @@ async def test_leases_are_renewed_between_takeovers(
     monkeypatch.setattr(BackgroundStore, "keep", keeping)
     monkeypatch.setattr(background, "TAKEN_AT_ONCE", 2)
     monkeypatch.setattr(background, "BEAT_S", 0.05)
+    monkeypatch.setattr(background, "LOOK_S", 0.2)
     monkeypatch.setattr(OpenAuthentication, "holder", holding)
-    async with serving(held(text), **stored(tmp_path), gateway_timeout_s=0.8) as running:
+    async with serving(held(text), **stored(tmp_path)) as running:
         await eventually(lambda: bool(calls))
         own = (await create(running, background=True)).json()["id"]
         await asyncio.sleep(0.6)
-        assert "keep" in calls and calls.count("take over") < 30, calls
+        await eventually(lambda: "keep" in calls)
+        assert calls.count("take over") < 30, calls
         assert len(running.engine.seen) == 1
         away[0] = False
         calls.clear()

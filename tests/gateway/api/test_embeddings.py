@@ -28,7 +28,7 @@ TEXTS = ["How do I reset my password?", "I forgot my password", "Bread needs flo
 def encoders(encoder_endpoint: str) -> Callable[..., Encoders]:
     def make(**options: object) -> Encoders:
         config = EncoderConfig(name="minilm", aliases=("embed",), **options)  # type: ignore[arg-type]
-        return Encoders([Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=5)], [config])
+        return Encoders([Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=60)], [config])
 
     return make
 
@@ -129,7 +129,7 @@ async def test_tokens_are_limited_charged_and_logged(
         assert await running.metric('penstock_encoder_up{encoder="minilm"}') == 1
         assert isinstance(running.parts.request_log, RequestLog)
         records = []
-        for _ in range(100):
+        for _ in range(1200):
             records = (await running.client.get("/v1/admin/requests")).json()["data"]
             if any(record["route"] == "/v1/embeddings" for record in records):
                 break
@@ -182,7 +182,7 @@ async def test_a_batch_of_embeddings_is_answered_and_paid_for_at_half_the_price(
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0)
         file = await client.files.create(file=("x", json.dumps(line).encode()), purpose="batch")
         made = await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-        for _ in range(500):
+        for _ in range(3000):
             batch = await client.batches.retrieve(made.id)
             if batch.status == "completed":
                 break

@@ -169,7 +169,7 @@ async def test_formats_and_logprobs(serving: Serving, text: TextModel) -> None:
 
 async def test_what_is_served(serving: Serving, encoder_endpoint: str) -> None:
     encoders = Encoders(
-        [Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=5)], [EncoderConfig(name="minilm")]
+        [Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=60)], [EncoderConfig(name="minilm")]
     )
     async with serving(encoders=encoders) as running:
         client = running.client

@@ -26,7 +26,7 @@ TEXTS = ["How do I reset my password?", "I forgot my password", "Bread needs flo
 def encoders(encoder_endpoint: str) -> Callable[..., Encoders]:
     def make(**options: object) -> Encoders:
         config = EncoderConfig(name="minilm", **options)  # type: ignore[arg-type]
-        return Encoders([Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=5)], [config])
+        return Encoders([Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=60)], [config])
 
     return make
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from penstock.gateway.app.uploads import UploadSlots
 from penstock.protocol.errors import InvalidRequest, RateLimitExceeded, ServiceUnavailable
 from tests.gateway.api.test_identity import make_key
 from tests.gateway.app.test_security import HEAD, raw
-from tests.gateway.conftest import Running, Serving
+from tests.gateway.conftest import Running, Serving, eventually, until
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).encode()
 LINES = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
@@ -44,7 +43,7 @@ async def tenants(gateway: Running) -> list[str]:
 
 
 async def test_uploads_that_do_not_arrive_hold_up_nobody_and_are_cut(serving: Serving, tmp_path: Path) -> None:
-    async with serving(store_url=f"sqlite:///{tmp_path}/store.db", receive_s=8.0) as gateway:
+    async with serving(store_url=f"sqlite:///{tmp_path}/store.db", receive_s=600.0) as gateway:
         slow, other = await tenants(gateway)
         form = b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 9000000\r\n\r\n--b\r\n"
         head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + slow.encode() + b"\r\n"
@@ -52,18 +51,16 @@ async def test_uploads_that_do_not_arrive_hold_up_nobody_and_are_cut(serving: Se
         for _, writer in idle:
             writer.write(head + form)
         await asyncio.sleep(0.1)
-        begun = time.monotonic()
         assert await upload(gateway, other, LINES * 20_000) == 200, "spooled to disk, and read back"
         assert await upload(gateway, slow) == 200, "and the tenant itself goes on"
-        assert time.monotonic() - begun < 6
         bodies = gateway.parts.bodies
         for _, writer in idle:
             writer.close()
-        await asyncio.sleep(0.05)
-        assert (bodies.in_memory, bodies.on_disk, dict(bodies.disk_of)) == (0, 0, {})
+        await eventually(lambda: (bodies.in_memory, bodies.on_disk, dict(bodies.disk_of)) == (0, 0, {}))
     async with serving(store_url=f"sqlite:///{tmp_path}/cut.db", receive_s=0.3) as gateway:
-        answer = await raw(gateway, b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\n" + form)
-        assert answer.startswith(b"HTTP/1.1 408"), "it stopped"
+        sent = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\n" + form
+        # It stopped. On a busy machine, it may have done so before it had said anything.
+        await until(lambda: raw(gateway, sent), lambda answer: answer.startswith(b"HTTP/1.1 408"))
 
 
 @pytest.mark.parametrize("memory", [0, 2**20])
@@ -76,7 +73,7 @@ async def test_bodies_in_parts_arrive_whole_on_disk_and_in_memory(serving: Servi
         answer = await raw(gateway, head, *parts, pause_s=0.01)
         assert answer.startswith(b"HTTP/1.1 200") and b"Hello" in answer
         bodies = gateway.parts.bodies
-        assert (bodies.in_memory, bodies.on_disk) == (0, 0)
+        await eventually(lambda: (bodies.in_memory, bodies.on_disk) == (0, 0))
 
 
 async def test_memory_and_disk_of_arriving_bodies_are_bounded_and_given_back() -> None:
@@ -113,7 +110,7 @@ async def test_a_tenant_takes_only_its_share_of_the_slots() -> None:
     busy = [asyncio.create_task(use("a", done)) for _ in range(9)]
     await asyncio.sleep(0.01)
     assert order == ["a", "a"]
-    await asyncio.wait_for(use("b", None), 5)
+    await asyncio.wait_for(use("b", None), 60)
     done.set()
     await asyncio.gather(*busy)
     assert order == ["a", "a", "b", *["a"] * 7] and not slots._tenants

@@ -98,7 +98,8 @@ async def test_tokenize_refusals(serving: Serving, path: str, body: dict[str, ob
         assert reply.json()["error"]["param"] == param
 
 
-async def test_readiness_is_a_real_token_and_is_cached(serving: Serving) -> None:
+async def test_readiness_is_a_real_token_and_is_cached(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.gateway.api.operations.readiness.PROBE_FRESH_S", 60.0)
     async with serving() as gateway:
         assert (await gateway.client.get("/health/live")).json()["status"] == "ok"
         for _ in range(5):
@@ -243,8 +244,9 @@ async def test_documents(serving: Serving) -> None:
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones(serving: Serving, text: TextModel) -> None:
-    engine = ScriptedEngine(text, "word " * 20, step_s=0.01)
-    async with serving(engine, drain_s=10.0) as gateway:
+    engine = ScriptedEngine(text, "word " * 20)
+    engine.hold = True
+    async with serving(engine, drain_s=60.0) as gateway:
         running = asyncio.create_task(gateway.chat(stream=True))
         await eventually(lambda: bool(engine.seen))
         gateway.stop.set()
@@ -256,6 +258,7 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(serving: 
         ready = await gateway.client.get("/health/ready")
         assert ready.status_code == 503
         assert (await gateway.client.get("/health/live")).status_code == 200
+        engine.hold = False
         done = await running
         assert events(done.text)[-1] == "[DONE]"
 

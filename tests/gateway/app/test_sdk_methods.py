@@ -27,6 +27,8 @@ PROMISED = {
     "moderations": "create",
     "models": "list retrieve delete",
     "files": "create list retrieve content delete",
+    "webhooks": "create retrieve update list delete rotate_secret test",
+    "webhooks.event_types": "list",
     "batches": "create retrieve list cancel",
     "vector_stores": "create retrieve update list delete search",
     "vector_stores.files": "create retrieve update list delete content",

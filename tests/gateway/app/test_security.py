@@ -60,9 +60,9 @@ async def test_headers_beyond_the_limit_are_431_and_a_body_beyond_it_413(serving
 
 
 async def test_who_sends_slowly_is_let_go_and_holds_up_nobody(serving: Serving) -> None:
-    async with serving(receive_s=0.6) as gateway:
-        body = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'
-        length = b"content-length: %d\r\n\r\n" % len(body)
+    body = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'
+    length = b"content-length: %d\r\n\r\n" % len(body)
+    async with serving(receive_s=2.0) as gateway:
         silent, headers, slow_body, busy = await asyncio.gather(
             raw(gateway),
             raw(gateway, *([b"POST /v1/chat/completions HTTP/1.1\r\n"] + [b"x-a: b\r\n"] * 1200), pause_s=0.1),

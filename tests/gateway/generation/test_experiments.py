@@ -37,7 +37,9 @@ def other(text: TextModel, name: str = "v2", script: Any = "Other words.") -> Se
 
 
 def split(share: float = 0.5, **more: Any) -> ExperimentConfig:
-    return ExperimentConfig(**{"name": "assistant", "control": "tiny", "canary": {"v2": share}, **more})
+    """Times are not compared: a busy machine may well be slower with one arm."""
+    base = {"name": "assistant", "control": "tiny", "canary": {"v2": share}, "worse_ttft": None}
+    return ExperimentConfig(**{**base, **more})
 
 
 def arm_of(reply: Any) -> str:
@@ -149,6 +151,7 @@ async def test_a_broken_canary_is_rolled_back_by_itself(
         for _ in range(60):
             replies = await asyncio.gather(*(gateway.chat(model="assistant") for _ in range(8)))
             statuses.update(reply.status_code for reply in replies)
+            assert all(reply.status_code == 200 or arm_of(reply) == "v2" for reply in replies)
             if covered:
                 assert all(reply.json()["choices"][0]["message"]["content"] for reply in replies)
             if (await arms(gateway))["v2"]["rolled_back"]:
@@ -159,7 +162,7 @@ async def test_a_broken_canary_is_rolled_back_by_itself(
         if covered:
             assert statuses == {200: sum(statuses.values())}, "nobody has noticed"
         else:
-            assert 0 < statuses[503] + statuses[500] <= 0.4 * sum(statuses.values())
+            assert statuses[503] + statuses[500] > 0
         listed = (await gateway.client.get("/v1/admin/experiments")).json()["data"][0]
         assert listed["status"] == "rolled back" and listed["events"][0]["who"] == "automatic"
         assert {arm_of(await gateway.chat(model="assistant")) for _ in range(8)} == {"control"}
@@ -217,7 +220,9 @@ async def test_a_route_and_a_model_can_be_compared(serving: Serving, text: TextM
         more=[other(text), other(text, "v3", "Large.")], experiments=(config,), routes=(route,)
     ) as gateway:
         seen = {}
-        for _ in range(30):
+        for _ in range(100):
+            if len(seen) == 2:
+                break
             reply = await gateway.chat(model="auto")
             seen[arm_of(reply)] = (
                 reply.headers["x-penstock-model"],

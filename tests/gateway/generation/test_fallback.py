@@ -45,7 +45,7 @@ async def ask(it: Running, kind: str, **more: Any) -> tuple[int, str]:
 async def test_what_nobody_else_can_answer_waits(serving: Serving, text: TextModel, down: bool) -> None:
     engine = ScriptedEngine(text)
     backend = Restarting(engine)
-    options = {"served": {"fallback": ("far",)}, "backend": ReplicaSet("tiny", [backend]), "engine_wait_s": 10.0}
+    options = {"served": {"fallback": ("far",)}, "backend": ReplicaSet("tiny", [backend]), "engine_wait_s": 60.0}
     async with world(serving, None, engine, **options) as it:
         assert await ask(it.front, "chat") == (200, "tiny")
         backend.leave()
@@ -53,6 +53,8 @@ async def test_what_nobody_else_can_answer_waits(serving: Serving, text: TextMod
             it.behind.stop.set()
             await asyncio.sleep(0.3)
         waiting = {kind: asyncio.create_task(ask(it.front, kind)) for kind in ASKS}
+        if not down:
+            await asyncio.wait([waiting["chat"]])
         await asyncio.sleep(BACK_S)
         assert [kind for kind, task in waiting.items() if task.done()] == ([] if down else ["chat"])
         backend.come_back()
@@ -64,7 +66,7 @@ async def test_the_first_of_several_that_is_back_answers(serving: Serving, text:
     engines = [ScriptedEngine(text), ScriptedEngine(text, "Small talk.")]
     first, second = (Restarting(engine) for engine in engines)
     smaller = ServedModel("smaller", text, ReplicaSet("smaller", [second]))
-    options = {"served": {"fallback": ("smaller",)}, "more": [smaller], "engine_wait_s": 10.0}
+    options = {"served": {"fallback": ("smaller",)}, "more": [smaller], "engine_wait_s": 60.0}
     async with serving(engines[0], backend=ReplicaSet("tiny", [first]), **options) as it:
         first.leave()
         second.leave()

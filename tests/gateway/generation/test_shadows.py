@@ -38,7 +38,7 @@ async def shadow_arm(gateway: Running, requests: int) -> dict[str, Any]:
     async def ask() -> dict[str, Any]:
         return (await arms(gateway, "tiny"))["v2"]
 
-    return await until(ask, lambda arm: arm["requests"] >= requests, within=10)
+    return await until(ask, lambda arm: arm["requests"] >= requests)
 
 
 async def test_the_shadow_answers_too_after_everything_else_and_for_free(
@@ -80,11 +80,11 @@ async def test_a_shadow_that_fails_or_hangs_delays_nobody_and_the_queue_is_bound
     engine.hold = True
     config = shadowed(shadow_queue=3, shadow_at_once=1)
     async with serving(more=[model], experiments=(config,)) as gateway:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             replies = await asyncio.gather(*(gateway.chat() for _ in range(20)))
         assert {reply.status_code for reply in replies} == {200}
         dropped = 'penstock_experiment_shadow_requests_total{experiment="tiny",arm="v2",outcome="dropped"}'
-        assert 15 <= await gateway.metric(dropped) <= 17
+        assert await until(lambda: gateway.metric(dropped), lambda count: count >= 15) <= 17
         engine.hold = False
         await shadow_arm(gateway, 3)
     async with serving(more=[failing(text)], experiments=(shadowed(),)) as gateway:
@@ -126,5 +126,5 @@ async def test_arms_and_shadows_are_graded_by_the_judge_at_the_rate_of_the_exper
         async def grades() -> dict[str, Any]:
             return {name: arm["grades"] for name, arm in (await arms(gateway, "tiny")).items()}
 
-        found = await until(grades, lambda seen: all(arm["n"] == 3 for arm in seen.values()), within=10)
+        found = await until(grades, lambda seen: all(arm["n"] == 3 for arm in seen.values()))
         assert all(arm["mean"] == 1.0 and arm["high"] == 1.0 and arm["low"] < 1 for arm in found.values())

@@ -8,11 +8,12 @@ import random
 import socket
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.engine.request import Delta
 from penstock.text import TextModel
-from tests.gateway.conftest import Running, Serving, events, eventually
+from tests.gateway.conftest import Running, Serving, events, eventually, until
 from tests.scripted import ScriptedEngine
 
 
@@ -119,7 +120,7 @@ async def test_a_slow_reader_holds_up_nobody_and_costs_little(serving: Serving, 
         await eventually(lambda: bool(engine.seen))
         for _ in range(5):
             assert (await gateway.chat()).status_code == 200
-        await eventually(lambda: engine.load_snapshot().running == 0, within=30)
+        await eventually(lambda: engine.load_snapshot().running == 0)
 
         def drain() -> bytes:
             data = b""
@@ -140,7 +141,7 @@ async def test_a_client_that_never_reads_is_given_up(serving: Serving, text: Tex
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", gateway.port))
         stuck.sendall(raw_request(gateway, stream=True, logprobs=True, top_logprobs=5))
-        await eventually(lambda: gateway.parts.metrics.stalled_readers.value == 1, within=30)
+        await eventually(lambda: gateway.parts.metrics.stalled_readers.value == 1)
         await eventually(lambda: engine.load_snapshot().running == 0)
         stuck.close()
 
@@ -152,13 +153,18 @@ async def test_the_time_limit_ends_an_answer_with_what_it_has(
     monkeypatch.setattr("penstock.gateway.generation.engine.GRACE_S", 0.0)
     engine = ScriptedEngine(text, "word " * 5000, step_s=0.005, max_model_len=100_000)
     async with serving(engine, time_limit_s=0.3) as gateway:
-        reply = await gateway.chat()
+
+        def begun(reply: httpx.Response) -> bool:
+            return reply.status_code != 408  # a busy machine may have no token in that time
+
+        reply = await until(gateway.chat, begun)
         [choice] = reply.json()["choices"]
-        assert choice["message"]["content"].startswith("word ")
+        said = choice["message"]["content"]
+        assert said and ("word " * 5000).startswith(said)
         assert choice["finish_reason"] == "length"
         assert choice["stop_reason"] == "time_limit"
         assert reply.headers["x-penstock-limit"] == "time_limit"
-        reply = await gateway.chat(stream=True)
+        reply = await until(lambda: gateway.chat(stream=True), begun)
         assert "x-penstock-limit" not in reply.headers, "they are gone by then"
         *_, comment, end = reply.text.rstrip().split("\n\n")
         assert comment == ": x-penstock-limit: time_limit\n: x-penstock-limit-scope: server"
@@ -189,7 +195,7 @@ async def test_many_streams_with_random_departures_leave_nothing_behind(serving:
         try:
             async with asyncio.timeout(leave_after):
                 reply = await gateway.chat(stream=True)
-                assert events(reply.text)[-1] == "[DONE]"
+                assert events(reply.text)[-1:] == ["[DONE]"], (reply.status_code, reply.text)
         except TimeoutError:
             pass
 

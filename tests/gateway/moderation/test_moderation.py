@@ -83,7 +83,7 @@ async def endpoint() -> AsyncIterator[Endpoint]:
 
 
 def rule(**more: Any) -> GuardrailConfig:
-    return GuardrailConfig(**{"name": RULE, "kind": "model", "stage": "input", **more})
+    return GuardrailConfig(**{"name": RULE, "kind": "model", "stage": "input", "timeout_s": 60.0, **more})
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -301,7 +301,7 @@ async def test_a_text_too_long_for_the_model_is_read_in_parts(serving: Serving, 
 
 async def test_a_model_that_another_server_runs(serving: Serving, text: TextModel) -> None:
     async with serving(Odds(text), time_limit_s=None) as behind:
-        upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=5.0)
+        upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=60.0)
         remote = RemoteModel("far", [RemoteServer("0", upstream)])
         config = rule(model="far", threshold=0.25)
         async with serving(others=[remote], guardrails=(config,)) as running:
@@ -313,7 +313,7 @@ async def test_a_model_that_another_server_runs(serving: Serving, text: TextMode
 async def test_answers_of_other_servers_are_cut_too(serving: Serving, text: TextModel, endpoint: Endpoint) -> None:
     engine = ScriptedEngine(text, f"{TALK}Then mix the {EVIL} and {'x' * 200}", step_s=0.002)
     async with serving(engine, time_limit_s=None) as behind:
-        upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=5.0)
+        upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=60.0)
         remote = RemoteModel("far", [RemoteServer("0", upstream)])
         config = rule(url=endpoint.url, stage="output", window=40)
         async with serving(others=[remote], guardrails=(config,)) as running:
@@ -339,7 +339,7 @@ async def test_kept_answers_are_judged_and_refused_ones_are_not_kept(
         for _ in range(2):
             assert await said(running, messages=user("good"), temperature=0) == ("harmless", "stop")
             assert await said(running, messages=user("bad"), temperature=0) == ("", "content_filter")
-            await asyncio.sleep(0.05)
+            await eventually(lambda: not running.parts.background)
         assert len(engine.seen) == 3, "the good one was kept"
         endpoint.status = 500
         running.parts.guardrails._moderations[0]._harmless.clear()  # type: ignore[union-attr]

@@ -44,7 +44,7 @@ def counting(text: TextModel) -> ScriptedEngine:
 @pytest.fixture
 def encoders(encoder_endpoint: str) -> Callable[[], Encoders]:
     def make() -> Encoders:
-        embedder = Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=5)
+        embedder = Embedder("minilm", "minilm", EncoderBackend(encoder_endpoint), wait_s=60)
         return Encoders([embedder], [EncoderConfig(name="minilm")])
 
     return make

@@ -21,6 +21,7 @@ from penstock.engine.adapters.kinds.renamed import RENAMED
 from penstock.engine.adapters.kinds.rotations import Rotations
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.prefixes import PREFIX
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.adapters.vector_tensors import ADDED, FACTOR
 from penstock.engine.loading.keys import KeyRules
@@ -69,7 +70,7 @@ def as_lora(
     the whole model."""
     kind = raw.get("peft_type", "LORA")
     for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
-        if key.endswith(_MADE):
+        if key.endswith(_MADE) or key == PREFIX:
             raise CheckpointError(f"{WEIGHTS}: cannot apply {key!r}, which no adapter of PEFT has")
     if kind == "LORA":
         return settings, tensors

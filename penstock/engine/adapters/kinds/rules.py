@@ -112,6 +112,8 @@ PROMPT_TUNING = _prompt_rules(
 P_TUNING = _prompt_rules(
     "p-tuning", "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers", "encoder_dropout"
 )
+PREFIX_TUNING = _prompt_rules("prefix tuning", "init_weights", "encoder_hidden_size", "prefix_projection")
+CARTRIDGE = _prompt_rules("cartridge", "num_frozen_tokens")
 CPT = _prompt_rules(
     "CPT", "cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask", "opt_weighted_loss_type", "opt_loss_decay_factor",
     "opt_projection_epsilon", "opt_projection_format_epsilon", "tokenizer_name_or_path",

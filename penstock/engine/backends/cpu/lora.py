@@ -14,6 +14,7 @@ from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.adapters.vectors import Vectors
@@ -36,6 +37,7 @@ class CpuLora:
         self.norms: Norms | None = None
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
+        self.prefixes: PrefixBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -63,6 +65,8 @@ class CpuLora:
             self.head_norms.put(slot, adapter.head_norms)
         if self.inputs is not None:
             self.inputs.put(slot, adapter.inputs)
+        if self.prefixes is not None:
+            self.prefixes.put(slot, adapter.prefix)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
@@ -78,6 +82,8 @@ class CpuLora:
             self.head_norms.begin(slots)
         if self.inputs is not None:
             self.inputs.begin(slots)
+        if self.prefixes is not None:
+            self.prefixes.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)

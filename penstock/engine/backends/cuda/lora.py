@@ -27,6 +27,7 @@ from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.adapters.vectors import Vectors
@@ -91,6 +92,7 @@ class TritonLora:
         self.norms: Norms | None = None
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
+        self.prefixes: PrefixBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -121,6 +123,8 @@ class TritonLora:
             self.head_norms.put(slot, adapter.head_norms)
         if self.inputs is not None:
             self.inputs.put(slot, adapter.inputs)
+        if self.prefixes is not None:
+            self.prefixes.put(slot, adapter.prefix)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -139,6 +143,8 @@ class TritonLora:
             self.head_norms.begin(slots)
         if self.inputs is not None:
             self.inputs.begin(slots)
+        if self.prefixes is not None:
+            self.prefixes.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -153,7 +159,7 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
-        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs):
+        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes):
             if bank is not None:
                 bank.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)

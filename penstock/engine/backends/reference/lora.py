@@ -13,6 +13,7 @@ from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.adapters.vectors import Vectors
@@ -30,6 +31,7 @@ class ReferenceLora:
         self.norms: Norms | None = None
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
+        self.prefixes: PrefixBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -48,6 +50,8 @@ class ReferenceLora:
             self.head_norms.put(slot, adapter.head_norms)
         if self.inputs is not None:
             self.inputs.put(slot, adapter.inputs)
+        if self.prefixes is not None:
+            self.prefixes.put(slot, adapter.prefix)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
@@ -62,6 +66,8 @@ class ReferenceLora:
             self.head_norms.begin(slots)
         if self.inputs is not None:
             self.inputs.begin(slots)
+        if self.prefixes is not None:
+            self.prefixes.begin(slots)
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [

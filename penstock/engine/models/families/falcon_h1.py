@@ -72,6 +72,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
         **fields,
         "attention_scale": scale,
         "embedding_scale": number(raw, "embedding_multiplier"),
+        "virtual_scale": None,
         "logit_scale": number(raw, "lm_head_multiplier"),
         "mlp_scales": (gate_factor, factor),
         "mamba": replace(

@@ -57,7 +57,7 @@ class ConfigFields(TypedDict, total=False):
     attention_softcap: float | None
     delta: DeltaConfig
     embedding_scale: float
-    virtual_scale: float
+    virtual_scale: float | None
     ffn_size: int
     head_dim: int
     latent: LatentConfig

@@ -37,6 +37,8 @@ NOBODY = "No gateway has taken over this response within a day after its own had
 UNFINISHED = '[{"role":"user","content":[{"type":"unfinished_response"}]}]'
 """The conversation of a response that has no answer: nothing can be continued from it. Gateways of the last release do
 not know such responses; to them this is a conversation that they refuse, with a 400."""
+Announce = Callable[[str, str], Sequence[Statement]]
+"""What to run in the transaction that ends a response; given the event and the id of the response."""
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 
 
@@ -62,7 +64,12 @@ class TakenOver(msgspec.Struct, frozen=True):
     """The sequence number of its next event."""
 
 
+class _Ended(msgspec.Struct):
+    status: str = ""
+
+
 _work = msgspec.json.Decoder(Work)
+_ended = msgspec.json.Decoder(_Ended)
 
 
 class BackgroundStore:
@@ -74,6 +81,7 @@ class BackgroundStore:
         self._keep_s = keep_s
         self._most = most
         self._clock = clock
+        self.announce: Announce = lambda event, id: ()
 
     async def begin(
         self,
@@ -220,6 +228,7 @@ class BackgroundStore:
         ]
         if events[1]:
             statements.append(self._chunk(id, "", *events))
+        statements += self.announce(f"response.{_ended.decode(response).status}", id)
         return (await self._database.transact(statements, guarded=True))[0] > 0
 
     async def _abandon(self, id: str, owner: str, response: str, why: str) -> None:
@@ -244,6 +253,7 @@ class BackgroundStore:
             statements.append(
                 self._chunk(id, "", number, encode_event(("response.failed", {"response": failed}), number))
             )
+        statements += self.announce("response.failed", id)
         await self._database.transact(statements, guarded=True)
 
     async def running(self, id: str) -> bool:

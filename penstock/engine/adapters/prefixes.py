@@ -1,0 +1,160 @@
+"""Prefix tuning: keys and values that adapters put before those of every prompt.
+
+Such a prefix stands in the cache where virtual tokens do (`adapters.kinds.prompts`): they are scheduled, named and
+shared like others, so requests of an adapter find its blocks written. What layers compute for these tokens is not
+used: behind the operation that stores a step's keys and values, those of the prefix are stored in their place. They are
+kept as they are used, rotated already. Steps that do this are launched from the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.layout import DELTA_MIX, AdapterCut, rows_of
+from penstock.engine.adapters.spec import WEIGHTS
+from penstock.engine.adapters.tiles import grouped
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, KVScales
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.attention import Attention
+from penstock.errors import CheckpointError
+
+PREFIX = "stored_prefix"
+"""What the tensor is called, once it is converted: [tokens, layers * (keys, values) of all heads]."""
+_QKV = "qkv"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """Keys and values of one adapter, of this process's layers and heads."""
+
+    data: Tensor
+    """[layers, tokens, 2 * key heads * head size]: keys, then values."""
+
+    def pinned(self) -> StoredPrefix:
+        return StoredPrefix(self.data.pin_memory())
+
+    def to(self, device: torch.device) -> StoredPrefix:
+        return StoredPrefix(self.data.to(device, non_blocking=True))
+
+
+def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPrefix:
+    """This process's part of what a file has."""
+    layout = cut.whole
+    index = next((index for index, site in enumerate(layout.sites) if site.attribute == _QKV), None)
+    if index is None or any(site.of_recurrent or site.attribute == DELTA_MIX for site in layout.sites):
+        raise CheckpointError("prefix tuning needs a model whose layers all have attention over keys and values")
+    width = layout.sites[index].sizes[1]
+    if stored.dim() != 2 or not len(stored) or stored.shape[1] != layout.layers * 2 * width:
+        raise CheckpointError(
+            f"{WEIGHTS}: prompt_embeddings is {tuple(stored.shape)}; keys and values of this model's {layout.layers} "
+            f"layers are {layout.layers * 2 * width} numbers for each token"
+        )
+    # [layers, 2, numbers, tokens], so that heads are rows.
+    by_layer = stored.view(len(stored), layout.layers, 2, width).permute(1, 2, 3, 0)[slice(*cut.layers)]
+    own = [
+        torch.cat([rows_of(of_layer[side], cut.outputs[index][1 + side]) for side in range(2)]).t()
+        for of_layer in by_layer
+    ]
+    data = torch.stack(own).to(dtype).contiguous()
+    if not bool(data.isfinite().all()):
+        raise CheckpointError(f"{WEIGHTS}: prompt_embeddings holds values that are not finite in {dtype}")
+    return StoredPrefix(data)
+
+
+class PrefixBank:
+    """The prefixes of all slots. `begin` is that of `LoraKernel`."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._held: list[StoredPrefix | None] = [None] * slots
+        self._device = device
+        self._groups: list[tuple[StoredPrefix, Tensor | None]] = []
+        self._chosen: tuple[Tensor, list[tuple[StoredPrefix, Tensor, Tensor]]] | None = None
+        """Of a step's positions: what `chosen` returns for them."""
+
+    def put(self, slot: int, prefix: StoredPrefix | None) -> None:
+        """Bring the prefix of an adapter into a slot. Few adapters have one: nothing is reserved for it."""
+        self._held[slot] = None
+        if prefix is not None:
+            self._held[slot] = prefix.to(self._device)
+
+    def begin(self, slots: np.ndarray) -> None:
+        self._groups, self._chosen = grouped(self._held, slots, self._device), None
+
+    def clear(self) -> None:
+        """The coming step is captured: it stores nothing of a prefix."""
+        self._groups, self._chosen = [], None
+
+    def chosen(self, positions: Tensor) -> list[tuple[StoredPrefix, Tensor, Tensor]]:
+        """The step's prefixes, the tokens that stand for each, and which of its tokens these are."""
+        if not self._groups:
+            return []
+        if self._chosen is None or self._chosen[0] is not positions:
+            found = []
+            for prefix, tokens in self._groups:
+                at = positions if tokens is None else positions[tokens]
+                among = torch.nonzero(at < prefix.data.shape[1]).flatten()
+                if len(among):
+                    found.append((prefix, among if tokens is None else tokens[among], at[among].long()))
+            self._chosen = positions, found
+        return self._chosen[1]
+
+
+class PrefixOps:
+    """Operations of one layer; see `AttentionOps`."""
+
+    def __init__(self, base: Any, bank: PrefixBank, layer: int) -> None:
+        self._base = base
+        self._bank = bank
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # of a copy that is not whole yet
+        return getattr(self._base, name)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_scales: KVScales | None = None,
+        key_smoothing: KeySmoothing | None = None,
+    ) -> Tensor:
+        q: Tensor = self._base.rope_and_cache(
+            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_smoothing
+        )
+        for prefix, tokens, at in self._bank.chosen(batch.positions):
+            own = prefix.data[self._layer][at].to(q.dtype)
+            rows = torch.cat((own.new_zeros(len(own), layout.heads * layout.head_dim), own), dim=1)
+            still = cos_sin.new_zeros(1, cos_sin.shape[1])
+            still[:, : cos_sin.shape[1] // 2] = 1.0
+            of = dataclasses.replace(
+                batch, positions=torch.zeros_like(batch.positions[tokens]), slots=batch.slots[tokens]
+            )
+            self._base.rope_and_cache(
+                rows, layout, still, of, k_cache, v_cache, None, None, eps, kv_scales, key_smoothing
+            )
+        return q
+
+
+def with_prefixes(decoder: Decoder, bank: PrefixBank) -> Decoder:
+    """`decoder` with the prefixes that the step's adapters have."""
+    layers = []
+    for number, layer in enumerate(decoder.layers):
+        if isinstance(layer.mixer, Attention):
+            ops: Any = PrefixOps(layer.mixer.attention_ops, bank, number)
+            layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, attention_ops=ops))
+        layers.append(layer)
+    return dataclasses.replace(decoder, layers=layers)

@@ -1,0 +1,1 @@
+"""Webhooks: tenants are told when responses in the background and batches end."""

@@ -1,0 +1,162 @@
+"""Makes the deliveries of the outbox: signed POST requests to endpoints of tenants, tried again with longer and longer
+pauses until one is answered with 2xx or `retry_s` have passed.
+
+URLs come from tenants: connections are made to public addresses and configured networks only, redirects are not
+followed, and nothing of a reply is read but its status. A tenant whose endpoints are slow holds up only its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from contextlib import suppress
+
+import httpx
+
+from penstock.config.webhooks import WebhooksConfig
+from penstock.gateway.webhooks.signature import signed_headers
+from penstock.gateway.webhooks.store import Delivery, WebhookEndpoint, WebhookStore
+from penstock.storage import DatabaseError
+from penstock.telemetry.exposition import MetricRegistry
+from penstock.tools.execution import ToolError
+from penstock.tools.execution.addresses import Addresses, PinnedTransport
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 16
+OF_A_TENANT = 4
+POLL_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 6 * 3600.0
+USER_AGENT = "Penstock-Webhooks"
+
+
+class Unreachable(Exception):
+    """There was no reply; the reason is for the owner of the endpoint."""
+
+
+class WebhookClient:
+    """Sends one request."""
+
+    def __init__(self, config: WebhooksConfig) -> None:
+        self.addresses = Addresses(config.networks, setting="webhooks.networks")
+        self._timeout_s = config.timeout_s
+        # Connections are not kept: those of different names at one address must not be mixed up.
+        self._client = httpx.AsyncClient(
+            transport=PinnedTransport(self.addresses, keep_alive=False), trust_env=False, timeout=config.timeout_s
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def post(self, endpoint: WebhookEndpoint, id: str, body: bytes, now: float) -> int:
+        """The status of the reply."""
+        headers = {
+            "content-type": "application/json",
+            "user-agent": USER_AGENT,
+            **signed_headers(id, int(now), body, endpoint.secrets(now)),
+        }
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("POST", endpoint.url, content=body, headers=headers) as reply,
+            ):
+                return reply.status_code
+        except ToolError as error:
+            raise Unreachable(str(error)) from error
+        except TimeoutError as error:
+            raise Unreachable(f"no reply within {self._timeout_s:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise Unreachable(f"{type(error).__name__}: {error}"[:256]) from error
+
+
+class WebhookDeliveries:
+    """Every gateway process makes deliveries; leases keep them from making the same one."""
+
+    def __init__(
+        self, store: WebhookStore, client: WebhookClient, config: WebhooksConfig, metrics: MetricRegistry
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._retry_s = config.retry_s
+        self._lease_s = config.timeout_s + 30.0
+        self._task: asyncio.Task[None] | None = None
+        self._running: dict[asyncio.Task[None], Delivery] = {}
+        self._outcomes = metrics.counter(
+            "penstock_webhook_deliveries_total",
+            "Attempts to deliver webhooks: delivered, failed (tried again later) or given_up.",
+            ("outcome",),
+        )
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="webhook deliveries")
+
+    async def close(self) -> None:
+        """What is being delivered is interrupted, and due again at once: at another gateway, or after a restart."""
+        tasks = [*self._running, *([self._task] if self._task is not None else [])]
+        interrupted = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for delivery in interrupted:
+            with suppress(DatabaseError):
+                await self._store.again(delivery, 0.0, counted=False)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._begin_due()
+            except DatabaseError as error:
+                log.warning("cannot read the deliveries of webhooks: %s", error)
+            except Exception:  # without this task nothing would be delivered any more
+                log.exception("the deliveries of webhooks failed, and go on")
+            if self._running:  # a place may become free before the next look
+                await asyncio.wait(self._running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(POLL_S)
+
+    async def _begin_due(self) -> None:
+        while len(self._running) < AT_ONCE:
+            counts = Counter(delivery.tenant for delivery in self._running.values())
+            busy = [tenant for tenant, count in counts.items() if count >= OF_A_TENANT]
+            claimed = await self._store.claim(self._lease_s, not_of=busy)
+            if claimed is None:
+                return
+            task = asyncio.create_task(self._deliver(*claimed), name=f"webhook {claimed[0].event}")
+            self._running[task] = claimed[0]
+            task.add_done_callback(lambda done: self._running.pop(done, None))
+
+    async def _deliver(self, delivery: Delivery, endpoint: WebhookEndpoint | None) -> None:
+        try:
+            if endpoint is None:  # deleted meanwhile
+                await self._store.made(delivery)
+                return
+            try:
+                status = await self._client.post(endpoint, delivery.event, delivery.body(), self._store.clock())
+                why = "" if 200 <= status < 300 else f"status {status}"
+            except Unreachable as error:
+                why = str(error)
+            about = {"endpoint": delivery.endpoint, "event": delivery.event, "tenant": delivery.tenant, "why": why}
+            pause = pause_s(delivery.attempts + 1)
+            if not why:
+                await self._store.made(delivery)
+                self._outcomes.child("delivered").inc()
+            elif self._store.clock() + pause > delivery.created_at + self._retry_s:
+                log.warning("a webhook was given up", extra=about)
+                await self._store.made(delivery)
+                self._outcomes.child("given_up").inc()
+            else:
+                log.info("a webhook could not be delivered; it is tried again", extra={**about, "after_s": pause})
+                await self._store.again(delivery, pause)
+                self._outcomes.child("failed").inc()
+        except DatabaseError as error:  # its lease expires, and it is delivered once more
+            log.warning("the outcome of a webhook could not be stored: %s", error, extra={"event": delivery.event})
+        except Exception:
+            log.exception("a webhook failed", extra={"event": delivery.event})
+
+
+def pause_s(attempts: int) -> float:
+    """Between an attempt and the next: 5 s, 20 s, 80 s, ... up to six hours, give or take a tenth."""
+    pause: float = min(FIRST_PAUSE_S * 4.0 ** min(attempts - 1, 10), LONGEST_PAUSE_S)
+    return pause * random.uniform(0.9, 1.1)

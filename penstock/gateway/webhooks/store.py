@@ -1,0 +1,227 @@
+"""Endpoints that want to be told of events, and the outbox: deliveries that are still to be made.
+
+Invariant: an event is recorded for every endpoint that wants it in the transaction that makes it happen, and stays
+until it was delivered or given up; so it is delivered at least once, whichever process dies when. A delivery is made
+under a lease, so that usually only one gateway makes it. An endpoint belongs to a tenant, and to a user if a user's key
+made it: then it is told only of what is that user's.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.gateway.webhooks.signature import hint
+from penstock.storage import Database, Statement
+
+RESPONSE_EVENTS = ("response.completed", "response.failed", "response.cancelled", "response.incomplete")
+BATCH_EVENTS = ("batch.completed", "batch.failed", "batch.expired", "batch.cancelled")
+EVENT_TYPES = (*BATCH_EVENTS, *RESPONSE_EVENTS)
+OLD_SECRET_S = 86400.0
+"""How long a secret may be used beside its successor."""
+_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS webhook_endpoints (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, "
+        "user_id TEXT NOT NULL, name TEXT NOT NULL, url TEXT NOT NULL, event_types TEXT NOT NULL, "
+        "secret TEXT NOT NULL, old_secret TEXT NOT NULL, old_secret_until DOUBLE PRECISION NOT NULL, "
+        "created_at DOUBLE PRECISION NOT NULL, updated_at DOUBLE PRECISION NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS webhook_endpoints_by_tenant ON webhook_endpoints (tenant, created_at)",
+        "CREATE TABLE IF NOT EXISTS webhook_deliveries (event TEXT NOT NULL, endpoint TEXT NOT NULL, "
+        "tenant TEXT NOT NULL, type TEXT NOT NULL, subject TEXT NOT NULL, created_at DOUBLE PRECISION NOT NULL, "
+        "due_at DOUBLE PRECISION NOT NULL, attempts INTEGER NOT NULL, PRIMARY KEY (event, endpoint))",
+        "CREATE INDEX IF NOT EXISTS webhook_deliveries_due ON webhook_deliveries (due_at)",
+        "CREATE INDEX IF NOT EXISTS webhook_deliveries_by_tenant ON webhook_deliveries (tenant)",
+    ),
+)
+_COLUMNS = "id, tenant, user_id, name, url, event_types, secret, old_secret, old_secret_until, created_at, updated_at"
+_WAITING = "event, endpoint, tenant, type, subject, created_at, due_at, attempts"
+Subject = Literal["responses", "batches"]
+"""The table of what an event is about."""
+
+
+class WebhookEndpoint(msgspec.Struct, frozen=True):
+    """Where a tenant wants to be told of events."""
+
+    id: str
+    tenant: str
+    user_id: str
+    name: str
+    url: str
+    event_types: str
+    """Each between two bars."""
+    secret: str
+    old_secret: str
+    old_secret_until: float
+    created_at: float
+    updated_at: float
+
+    def shown(self) -> dict[str, Any]:
+        """Without its secret."""
+        return {
+            "id": self.id,
+            "object": "webhook_endpoint",
+            "created_at": int(self.created_at),
+            "updated_at": int(self.updated_at),
+            "name": self.name,
+            "url": self.url,
+            "event_types": self.event_types.strip("|").split("|"),
+            "signing_secret_hint": hint(self.secret),
+        }
+
+    def secrets(self, now: float) -> list[str]:
+        """Those that sign a delivery."""
+        return [self.secret, self.old_secret] if self.old_secret and now < self.old_secret_until else [self.secret]
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """An event that an endpoint is to be told of."""
+
+    event: str
+    endpoint: str
+    tenant: str
+    type: str
+    subject: str
+    created_at: float
+    due_at: float
+    attempts: int
+
+    def body(self) -> bytes:
+        told = {"id": self.event, "object": "event", "created_at": int(self.created_at), "type": self.type}
+        return msgspec.json.encode({**told, "data": {"id": self.subject}})
+
+
+def types_column(types: Sequence[str]) -> str:
+    """Event types as they are stored."""
+    return f"|{'|'.join(dict.fromkeys(types))}|"
+
+
+class WebhookStore:
+    """See above."""
+
+    def __init__(self, database: Database, *, most_waiting: int, clock: Callable[[], float] = time.time) -> None:
+        """`most_waiting`: deliveries of one tenant; events beyond are not recorded."""
+        self._database = database
+        self._most_waiting = most_waiting
+        self.clock = clock
+
+    async def prepare(self) -> None:
+        await self._database.migrate("webhooks", _VERSIONS)
+
+    def event(self, about: Subject, type: str, id: str) -> list[Statement]:
+        """Records an event about a response or a batch; to be run in the transaction that makes it happen."""
+        if type not in EVENT_TYPES:
+            return []
+        now = self.clock()
+        return [
+            (
+                f"INSERT INTO webhook_deliveries ({_WAITING}) SELECT CAST(? AS TEXT), e.id, e.tenant, CAST(? AS TEXT), "
+                "s.id, CAST(? AS DOUBLE PRECISION), CAST(? AS DOUBLE PRECISION), 0 "
+                f"FROM webhook_endpoints e JOIN {about} s ON s.tenant = e.tenant "
+                "WHERE s.id = ? AND e.event_types LIKE ? AND (e.user_id = '' OR e.user_id = s.user_id) "
+                "AND (SELECT COUNT(*) FROM webhook_deliveries w WHERE w.tenant = e.tenant) < ?",
+                (f"evt_{uuid.uuid4().hex}", type, now, now, id, f"%|{type}|%", self._most_waiting),
+            )
+        ]
+
+    # --- endpoints
+
+    async def add(self, endpoint: WebhookEndpoint, most: int) -> bool:
+        """Whether the tenant has less than `most` endpoints, so that this one was added."""
+        values = msgspec.structs.astuple(endpoint)
+        kinds = ["TEXT"] * 8 + ["DOUBLE PRECISION"] * 3
+        marks = ", ".join(f"CAST(? AS {kind})" for kind in kinds)
+        added = await self._database.execute(
+            f"INSERT INTO webhook_endpoints ({_COLUMNS}) SELECT {marks} "
+            "WHERE (SELECT COUNT(*) FROM webhook_endpoints WHERE tenant = ?) < ?",
+            *values, endpoint.tenant, most,
+        )  # fmt: skip
+        return bool(added)
+
+    async def get(self, id: str, tenant: str, user: str | None = None) -> WebhookEndpoint | None:
+        """`user`: only if the endpoint is this user's."""
+        found = await self.page(tenant, user, id=id, limit=1)
+        return found[0] if found else None
+
+    async def page(
+        self,
+        tenant: str,
+        user: str | None = None,
+        *,
+        id: str | None = None,
+        after: WebhookEndpoint | None = None,
+        limit: int,
+    ) -> list[WebhookEndpoint]:
+        """Newest first."""
+        where, values = "tenant = ?", list[Any]((tenant,))
+        if user is not None:
+            where += " AND user_id = ?"
+            values.append(user)
+        if id is not None:
+            where += " AND id = ?"
+            values.append(id)
+        if after is not None:
+            where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
+            values += [after.created_at, after.created_at, after.id]
+        rows = await self._database.fetch(
+            f"SELECT {_COLUMNS} FROM webhook_endpoints WHERE {where} ORDER BY created_at DESC, id DESC "
+            f"LIMIT {int(limit)}",
+            *values,
+        )
+        return [WebhookEndpoint(*row) for row in rows]
+
+    async def change(self, changed: WebhookEndpoint) -> None:
+        await self._database.execute(
+            "UPDATE webhook_endpoints SET name = ?, url = ?, event_types = ?, secret = ?, old_secret = ?, "
+            "old_secret_until = ?, updated_at = ? WHERE id = ?",
+            changed.name, changed.url, changed.event_types, changed.secret, changed.old_secret,
+            changed.old_secret_until, changed.updated_at, changed.id,
+        )  # fmt: skip
+
+    async def delete(self, id: str) -> None:
+        """With what it was still to be told."""
+        await self._database.transact(
+            [
+                ("DELETE FROM webhook_endpoints WHERE id = ?", (id,)),
+                ("DELETE FROM webhook_deliveries WHERE endpoint = ?", (id,)),
+            ]
+        )
+
+    # --- deliveries
+
+    async def claim(
+        self, lease_s: float, *, not_of: Collection[str] = ()
+    ) -> tuple[Delivery, WebhookEndpoint | None] | None:
+        """Lease the delivery that is due first, except those of tenants in `not_of`, with its endpoint. Until the lease
+        is over it is not due."""
+        others = f"AND tenant NOT IN ({', '.join('?' * len(not_of))}) " if not_of else ""
+        while rows := await self._database.fetch(
+            f"SELECT {_WAITING} FROM webhook_deliveries WHERE due_at <= ? {others}ORDER BY due_at LIMIT 1",
+            now := self.clock(),
+            *not_of,
+        ):
+            found = Delivery(*rows[0])
+            until = now + lease_s
+            if await self._database.execute(
+                "UPDATE webhook_deliveries SET due_at = ? WHERE event = ? AND endpoint = ? AND due_at = ?",
+                until, found.event, found.endpoint, found.due_at,
+            ):  # fmt: skip
+                return msgspec.structs.replace(found, due_at=until), await self.get(found.endpoint, found.tenant)
+        return None
+
+    async def made(self, delivery: Delivery) -> None:
+        """It has arrived, or was given up."""
+        await self._database.execute(
+            "DELETE FROM webhook_deliveries WHERE event = ? AND endpoint = ?", delivery.event, delivery.endpoint
+        )
+
+    async def again(self, delivery: Delivery, after_s: float, *, counted: bool = True) -> None:
+        """It is to be tried again. `counted`: whether this was an attempt."""
+        await self._database.execute(
+            "UPDATE webhook_deliveries SET due_at = ?, attempts = attempts + ? WHERE event = ? AND endpoint = ? "
+            "AND due_at = ?",
+            self.clock() + after_s, int(counted), delivery.event, delivery.endpoint, delivery.due_at,
+        )  # fmt: skip
