@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx._config
 import httpx._transports.default
+import httpx2._config
 import httpx2._transports.default
 import hypothesis
 import pytest
@@ -118,6 +120,10 @@ settings.load_profile("same")
 for transport in (httpx._transports.default, httpx2._transports.default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
 
+# Five seconds, unless said otherwise, are too few for a server on a busy machine.
+for default in (httpx._config.DEFAULT_TIMEOUT_CONFIG, httpx2._config.DEFAULT_TIMEOUT_CONFIG):
+    default.connect = default.read = default.write = default.pool = 120.0
+
 # All commands are built anew for each one that is run.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
@@ -125,7 +131,14 @@ typer.main.get_command = typer.testing._get_command = functools.cache(typer.main
 gc.disable()
 
 
+SLOW_TIMEOUT_S = 1800
+"""What takes minutes on a quiet machine takes far longer beside other work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()

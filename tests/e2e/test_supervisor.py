@@ -119,7 +119,7 @@ def test_it_becomes_ready_says_how_to_use_it_and_answers(server: Server) -> None
 
 def test_the_command_line_client_talks_to_it(server: Server) -> None:
     command = [sys.executable, "-m", "penstock", "chat", "--url", server.url, "-t", "0", "--max-tokens", "12"]
-    result = subprocess.run([*command, "What is the capital of France?"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([*command, "What is the capital of France?"], capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == server.ask().json()["choices"][0]["message"]["content"].strip()
     assert "first token" in result.stderr and " out" in result.stderr  # a rate only if it came in several pieces
@@ -170,7 +170,7 @@ def test_sigterm_lets_a_running_stream_finish_and_then_everything_ends(server: S
         "seed": 1,
     }
     chunks = []
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=180) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if not line.startswith("data:"):

@@ -259,11 +259,12 @@ async def test_a_collection_deleted_while_it_is_read_leaves_no_file(tmp_path: Pa
 
 async def test_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
     order: list[str] = []
+    all_there = asyncio.Event()
 
     class Slow(HashingEmbedder):
         async def embed(self, texts, *, bulk=False):  # type: ignore[no-untyped-def]
             order.append(texts[0].split()[-1])
-            await asyncio.sleep(0.01)
+            await all_there.wait()
             return await super().embed(texts)
 
     async with opened(tmp_path, Slow(), LibraryLimits(readers=1)) as library:
@@ -272,6 +273,7 @@ async def test_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
         for n in range(12):
             await put(library, big, f"Text number acme{n}")
         await put(library, small, "Text globex")
+        all_there.set()
         await settled(library, small)
         await settled(library, big)
     assert order.index("globex") < 8, "it did not wait for all of the other's"
@@ -394,7 +396,7 @@ async def test_expiry_outlives_a_file_that_cannot_be_deleted(tmp_path: Path, mon
             await put(library, col, "Words.")
             await settled(library, col)
         await library._database.execute("UPDATE collections SET last_active_at = ?", time.time() - 86401)
-        await asyncio.wait_for(both.wait(), 10)
+        await asyncio.wait_for(both.wait(), 60)
         assert sorted(dropped) == sorted([first.id, second.id])
 
 

@@ -221,11 +221,11 @@ def test_every_document_is_read_in_linear_time(name: str) -> None:
         gc.enable()
     # Four times as much takes about four times as long, not sixteen times.
     assert took[1] < 9 * took[0] + 0.1, took
-    assert took[1] < 5, took
+    assert took[1] < 30, took
 
 
 async def test_documents_of_too_many_chunks_are_refused() -> None:
-    reader = ReaderProcess(time_limit_s=20)
+    reader = ReaderProcess(time_limit_s=120)
     try:
         with pytest.raises(UnreadableDocument, match="more than 10 chunks"):
             await texts(reader, b"words and words. " * 20_000, most_chunks=10)
@@ -234,7 +234,7 @@ async def test_documents_of_too_many_chunks_are_refused() -> None:
 
 
 async def test_the_reading_process_survives_what_it_is_sent() -> None:
-    reader = ReaderProcess(time_limit_s=20)
+    reader = ReaderProcess(time_limit_s=120)
     try:
         assert await texts(reader, b"hello") == ["hello"]
         assert await reader.text(make_pdf(["One.", "Two."]), "application/pdf") == "One.\n\nTwo.\n\n"
@@ -256,7 +256,7 @@ async def test_a_document_that_takes_too_long_is_given_up(monkeypatch: pytest.Mo
     try:
         with pytest.raises(UnreadableDocument, match="within 0 seconds"):
             await texts(reader, b"<p>" * 200_000, "text/html")
-        reader._time_limit_s = 20
+        reader._time_limit_s = 120
         assert await texts(reader, b"hello") == ["hello"]
         monkeypatch.setattr(process, "PATIENCE", 0.001)
         assert reader._process is not None
