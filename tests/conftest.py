@@ -25,7 +25,6 @@ import hypothesis
 import pytest
 import typer.main
 import typer.testing
-from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
@@ -111,11 +110,6 @@ class FileScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
-
-# The same examples in every run, however long one of them takes. Others: --hypothesis-profile=new.
-settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("same")
 
 # Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
 for transport in (httpx._transports.default, httpx2._transports.default):
