@@ -92,6 +92,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "oft": ("OFTConfig", {"oft_block_size": 8}),
     "oft by blocks": ("OFTConfig", {"r": 4, "oft_block_size": 0, "use_cayley_neumann": False}),
     "oft bound": ("OFTConfig", {"oft_block_size": 16, "block_share": True, "coft": True, "eps": 0.5}),
+    "boft": ("BOFTConfig", {"boft_block_size": 8}),
+    "boft by blocks": ("BOFTConfig", {"boft_block_size": 0, "boft_block_num": 4, "bias": "boft_only"}),
     "beft": ("BeftConfig", {"target_modules": ["v_proj", "o_proj", "lm_head"]}),
     "ln tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm"]}),
     "trainable tokens": ("TrainableTokensConfig", {"token_indices": [7, 3, 150], "target_modules": None}),
