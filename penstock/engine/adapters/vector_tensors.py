@@ -24,8 +24,8 @@ from penstock.engine.adapters.vectors import SiteVectors
 from penstock.errors import CheckpointError
 
 FACTOR, ADDED, SCALE = "output_factor", "output_bias", "output_scale"
-"""What vectors of other kinds are called here: one multiplies what a linear gives, one is added to it, one multiplies it
-without its bias."""
+"""What vectors of other kinds are called here: one multiplies what a linear gives, one is added to it, and one
+multiplies it without its bias."""
 _FORMS = (
     (re.compile(rf"\.{SCALE}$"), SCALE),
     (re.compile(rf"\.{FACTOR}$"), FACTOR),

@@ -1,8 +1,8 @@
 """BOFT: inputs of linears are turned by a product of sparse rotations, a butterfly, and outputs are scaled.
 
-Every factor of a butterfly turns blocks of inputs, the first neighbours and each further one inputs that lie twice as far
-apart. Their product is a rotation of larger blocks, which is what OFT has (`kinds.rotations`): of the size of one block
-for a single factor, and twice as large with each more.
+Every factor of a butterfly turns blocks of inputs, the first neighbours and each further one inputs that lie twice as
+far apart. Their product is a rotation of larger blocks, which is what OFT has (`kinds.rotations`): of the size of one
+block for a single factor, and twice as large with each more.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def _blocks(module: Module) -> Tensor:
     turns = torch.linalg.solve(one + skew, one - skew, left=False)
     total = torch.eye(size).expand(inputs // size, size, size)
     for factor in range(factors):
-        whole = torch.stack([torch.block_diag(*some) for some in turns[factor].split(size // side)])
+        whole = torch.zeros(inputs // size, size // side, side, size // side, side)
+        places = torch.arange(size // side)
+        whole[:, places, :, places] = turns[factor].view(-1, size // side, side, side).transpose(0, 1)
+        whole = whole.view(-1, size, size)
         order = _order(size, side << factor, side // 2) if factors > 1 else torch.arange(size)
         total = whole[:, order][:, :, order] @ total
     return total.transpose(1, 2).contiguous()
