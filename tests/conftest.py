@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ import hypothesis
 import pytest
 import typer.main
 import typer.testing
-from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
@@ -109,11 +109,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-# The same examples in every run, however long one of them takes. Others: --hypothesis-profile=new.
-settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("same")
-
 # Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
 for transport in (httpx._transports.default, httpx2._transports.default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
@@ -149,6 +144,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((at for at, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG))
 
     items.sort(key=place)
+
+
+def pytest_runtest_setup() -> None:
+    """Budgets and usage are by the day, which ends at midnight (UTC): no test sees two of them."""
+    left = 86_400 - time.time() % 86_400
+    if left < 30:
+        time.sleep(left + 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.knowledge.entities import Collection, CollectionExists, Document, KnowledgeError, TooMany
+from penstock.knowledge import ingest
+from penstock.knowledge.entities import Chunk, Collection, CollectionExists, Document, KnowledgeError, TooMany
 from penstock.knowledge.filters import Comparison
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.pages import Page
 from penstock.knowledge.queue import LEASE_S, IngestQueue
+from penstock.knowledge.readers.process import ReaderProcess
+from penstock.knowledge.readers.worker import Task
 from penstock.protocol.errors import EngineUnavailable
 from penstock.storage import DatabaseError
 from tests.knowledge.embedding import HashingEmbedder
@@ -38,7 +41,7 @@ async def put(library: Library, into: Collection, text: str, **more: str) -> Doc
     return (await library.put_document(into, text.encode(), **named))[0]  # type: ignore[arg-type]
 
 
-async def settled(library: Library, into: Collection, within: float = 60.0) -> dict[str, int]:
+async def settled(library: Library, into: Collection, within: float = 120.0) -> dict[str, int]:
     deadline = time.monotonic() + within
     while True:
         counts, _, _ = await library.catalogue.counts(into.id)
@@ -160,6 +163,37 @@ async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def test_a_claim_is_renewed_while_a_document_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "RENEW_S", 0.01)
+    read, progress = ReaderProcess.read, IngestQueue.progress
+    go, renewed, given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow(self: ReaderProcess, task: Task, body: bytes) -> list[Chunk]:
+        try:
+            await go.wait()
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        return await read(self, task, body)
+
+    async def seen(self: IngestQueue, document: Document, *, chunks: int, done: int) -> bool:
+        wanted = await progress(self, document, chunks=chunks, done=done)
+        renewed.set()
+        return wanted
+
+    monkeypatch.setattr(ReaderProcess, "read", slow)
+    monkeypatch.setattr(IngestQueue, "progress", seen)
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        document = await put(library, col, "Slow.")
+        await asyncio.wait_for(renewed.wait(), 60)
+        await library.remove_document(col, document)
+        await asyncio.wait_for(given_up.wait(), 60)
+        go.set()
+        await put(library, col, "Slow.")
+        assert await settled(library, col) == {"ready": 1}
 
 
 async def test_a_claim_ends_with_its_lease(tmp_path: Path) -> None:

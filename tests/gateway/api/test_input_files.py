@@ -111,8 +111,8 @@ async def test_documents_of_messages(serving: Serving, text: TextModel, tmp_path
         pdf = b64(make_pdf(["Ann is 41."]))
         for source, expected in (
             ({"type": "file", "file_id": file.id}, read_as),
-            ({"type": "base64", "media_type": "text/plain", "data": b64(CSV)}, read_as.replace("people.csv", "file")),
-            ({"type": "base64", "media_type": "application/pdf", "data": pdf}, "file.pdf\nAnn is 41."),
+            ({"type": "base64", "media_type": "text/plain", "data": b64(CSV)}, read_as.removeprefix("people.csv\n")),
+            ({"type": "base64", "media_type": "application/pdf", "data": pdf}, "<|user|>Ann is 41."),
             ({"type": "text", "media_type": "text/plain", "data": "Ann is 41."}, "<|user|>Ann is 41.\n\nHow"),
             ({"type": "content", "content": "Ann is 41."}, "<|user|>Ann is 41.\n\nHow"),
         ):
