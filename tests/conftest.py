@@ -12,17 +12,19 @@ import functools
 import gc
 import logging
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx._config
 import httpx._transports.default
+import httpx2._config
 import httpx2._transports.default
 import hypothesis
 import pytest
 import typer.main
 import typer.testing
-from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
@@ -30,7 +32,6 @@ from penstock.sources.resolve import resolve
 from tests.collection import (
     pytest_collection,
     pytest_configure_node,
-    pytest_pycollect_makeitem,
     pytest_xdist_setupnodes,
 )
 from tests.encoders import encoder_endpoint, encoder_model
@@ -42,7 +43,6 @@ __all__ = [
     "postgres_url",
     "pytest_collection",
     "pytest_configure_node",
-    "pytest_pycollect_makeitem",
     "pytest_xdist_setupnodes",
     "valkey",
 ]
@@ -109,14 +109,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-# The same examples in every run, however long one of them takes. Others: --hypothesis-profile=new.
-settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("same")
-
 # Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
 for transport in (httpx._transports.default, httpx2._transports.default):
     transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+
+# Five seconds, unless said otherwise, are too few for a server on a busy machine.
+for default in (httpx._config.DEFAULT_TIMEOUT_CONFIG, httpx2._config.DEFAULT_TIMEOUT_CONFIG):
+    default.connect = default.read = default.write = default.pool = 120.0
 
 # All commands are built anew for each one that is run.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
@@ -125,9 +124,16 @@ typer.main.get_command = typer.testing._get_command = functools.cache(typer.main
 gc.disable()
 
 
+SLOW_TIMEOUT_S = 1800
+"""What takes minutes on a quiet machine takes far longer beside other work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # tests leave little behind: it need not be looked for as often as by default
+    gc.set_threshold(5_000, 10, 10)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()
     # torch has dozens of loggers that do not propagate: pytest attaches itself to each of them, six times a test.
     for logger in logging.root.manager.loggerDict.values():
@@ -138,6 +144,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((at for at, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG))
 
     items.sort(key=place)
+
+
+def pytest_runtest_setup() -> None:
+    """Budgets and usage are by the day, which ends at midnight (UTC): no test sees two of them."""
+    left = 86_400 - time.time() % 86_400
+    if left < 30:
+        time.sleep(left + 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,24 +12,24 @@ import pytest
 import penstock
 
 
-def imported_by(module: str) -> set[str]:
-    """Top-level packages that are loaded after importing `module` in a fresh interpreter."""
-    code = f"import sys, {module}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+def imported_by(*modules: str) -> list[set[str]]:
+    """Top-level packages that are loaded after importing each of `modules` in turn in a fresh interpreter."""
+    show = "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    code = "import sys\n" + "".join(f"import {module}; {show}\n" for module in modules)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return [set(line.split()) for line in said.splitlines()]
 
 
 def test_the_command_line_starts_without_the_libraries_that_fetch_models() -> None:
-    assert not imported_by("penstock.cli.app, penstock.sources.resolve") & {"huggingface_hub", "obstore"}
+    (loaded,) = imported_by("penstock.cli.app, penstock.sources.resolve")
+    assert not loaded & {"huggingface_hub", "obstore"}
 
 
-def test_the_engine_imports_neither_web_nor_text_libraries() -> None:
-    loaded = imported_by("penstock.engine.core")
-    assert "torch" in loaded
-    assert not loaded & {"fastapi", "httptools", "httpx", "zmq", "msgspec", "tokenizers", "typer", "yaml"}
-
-
-def test_nothing_needs_transformers() -> None:
-    assert "transformers" not in imported_by("penstock.bench.compare")
+def test_the_engine_imports_neither_web_nor_text_libraries_and_nothing_needs_transformers() -> None:
+    engine, everything = imported_by("penstock.engine.core", "penstock.bench.compare")
+    assert "torch" in engine
+    assert not engine & {"fastapi", "httptools", "httpx", "zmq", "msgspec", "tokenizers", "typer", "yaml"}
+    assert "transformers" not in everything
 
 
 ESTABLISHED = frozenset(
@@ -98,9 +98,16 @@ def test_cycles_are_found() -> None:
     assert cycles(graph, "p") == [["p.a", "p.b", "p.c"]]
 
 
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("penstock", cache_dir=None)
+
+
 @pytest.mark.parametrize("package", ["penstock.gateway", "penstock.engine"])
-def test_no_more_than_two_files_of_a_package_import_each_other_in_a_circle(package: str) -> None:
-    found = cycles(grimp.build_graph("penstock", cache_dir=None), package)
+def test_no_more_than_two_files_of_a_package_import_each_other_in_a_circle(
+    graph: grimp.ImportGraph, package: str
+) -> None:
+    found = cycles(graph, package)
     assert not [cycle for cycle in found if len(cycle) > 2]
 
 
@@ -110,8 +117,7 @@ def test_modules_are_named_after_things_and_not_after_activities() -> None:
     assert not [name for name in gerunds if named[name] not in ESTABLISHED | NOUNS]
 
 
-def test_only_the_gateways_process_knows_its_composition() -> None:
-    graph = grimp.build_graph("penstock", cache_dir=None)
+def test_only_the_gateways_process_knows_its_composition(graph: grimp.ImportGraph) -> None:
     importers = graph.find_modules_that_directly_import("penstock.gateway.process.composition")
     inside = {name for name in importers if name.startswith("penstock.gateway.")}
     assert inside == {"penstock.gateway.process.main"}

@@ -21,7 +21,7 @@ from penstock.knowledge.chunks.base import ChunkStores, EmbeddedChunk
 from penstock.knowledge.embedder import Embedded, Embedder
 from penstock.knowledge.entities import SERVER_FAILED, Chunk, KnowledgeError, UnreadableDocument
 from penstock.knowledge.late_interaction import pack
-from penstock.knowledge.queue import MOST_ATTEMPTS, Claim, IngestQueue
+from penstock.knowledge.queue import LEASE_S, MOST_ATTEMPTS, Claim, IngestQueue
 from penstock.knowledge.readers.process import ReaderProcess
 from penstock.knowledge.readers.worker import Task
 from penstock.storage import DatabaseError
@@ -32,6 +32,8 @@ BATCH = 16
 """Chunks embedded by one call."""
 POLL_S = 2.0
 """How often an idle gateway polls for documents that other gateways queued."""
+RENEW_S = LEASE_S / 3
+"""How often the claim of a document that is being read is renewed: a large one may take longer than the lease."""
 PAUSE_S = 5.0
 """Pause after a failure that is not the document's fault."""
 
@@ -140,6 +142,8 @@ class Ingestor:
                 chunks = await self._chunks(claim, process)
             finally:
                 self._read(claim.collection.tenant)
+            if chunks is None:
+                return
             embedded = await self._embedded(claim, chunks)
             if embedded is None:
                 return
@@ -178,7 +182,8 @@ class Ingestor:
             async with self._stores.use(claim.collection) as store:
                 await store.replace(claim.document.id, [])
 
-    async def _chunks(self, claim: Claim, process: ReaderProcess) -> list[Chunk]:
+    async def _chunks(self, claim: Claim, process: ReaderProcess) -> list[Chunk] | None:
+        """The chunks of a document; None when it was replaced or deleted meanwhile."""
         document, collection = claim.document, claim.collection
         if collection.embedding_model != self._embedder.name:
             raise KnowledgeError(
@@ -196,7 +201,15 @@ class Ingestor:
             document.overlap_tokens if document.chunk_tokens else collection.overlap_tokens,
             self._most_chunks,
         )
-        chunks = await process.read(task, claim.body)
+        reading = asyncio.create_task(process.read(task, claim.body), name="a document")
+        try:
+            while not (await asyncio.wait((reading,), timeout=RENEW_S))[0]:
+                if not await self._queue.progress(document, chunks=0, done=0):
+                    return None
+        finally:
+            reading.cancel()
+            await asyncio.wait((reading,))
+        chunks = reading.result()
         if not chunks:
             raise UnreadableDocument("The document contains headings but no text.")
         return chunks

@@ -98,14 +98,14 @@ def test_a_refused_request_and_one_of_the_wrong_kind_say_why(encoder_endpoint: s
     async def work() -> None:
         backend = EncoderBackend(encoder_endpoint)
         await backend.start()
-        await backend.wait_ready(5)
+        await backend.wait_ready(60)
         with pytest.raises(ServerError, match="vocabulary"):
             await backend.encode(EncodeRequest("x", [[99_999_999]]))
         assert backend.in_flight == 0
         await backend.close()
         plain = NativeBackend(encoder_endpoint)
         await plain.start()
-        await plain.wait_ready(5)
+        await plain.wait_ready(60)
         with pytest.raises(ServerError, match="does not generate"):
             async for _ in plain.generate(Request("r", [1], SamplingParams())):
                 pass
@@ -140,7 +140,7 @@ def test_engines_of_a_fleet_share_the_texts_and_one_that_is_lost_loses_none(enco
         await engines.follow({name: lambda: EncoderBackend(encoder_endpoint) for name in names})
         first = (await late).vectors
         for member in engines.members:
-            await member.wait_ready(5)
+            await member.wait_ready(60)
         lost = engines.members[0]
         encode = lost.encode
 

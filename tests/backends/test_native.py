@@ -75,7 +75,7 @@ async def test_generates_and_reports_load(start: Start, tmp_path: Path, text: Te
     assert text.decode(tokens) == "Hello, world!"
     assert backend.in_flight == 0
     assert backend.load.generation_tokens == 14
-    assert backend.idle_s < 5
+    assert backend.idle_s < 300
     await backend.close()
 
 
@@ -141,15 +141,17 @@ async def test_a_frozen_engine_loses_its_requests_and_is_found_again_when_it_tha
             return super().step()
 
     engine = start(Freezing(text, "word " * 1000, step_s=0.002)).engine
-    backend = NativeBackend(f"ipc://{tmp_path}/e", silence_s=2.0)
+    backend = NativeBackend(f"ipc://{tmp_path}/e")
     await backend.start()
     await backend.wait_ready(60)
     stream = backend.generate(request("a", 10_000))
     await anext(stream)
     gate.clear()
+    patience, backend._silence_s = backend._silence_s, 1.0  # only now: a busy machine makes engines silent, too
     with pytest.raises(EngineLost):
         async for _ in stream:
             pass
+    backend._silence_s = patience
     counted = backend.load.generation_tokens
     assert counted > 0 and backend.load.running == 0
     gate.set()

@@ -44,7 +44,7 @@ def test_standard_streams_that_are_closed_are_no_place_for_anything_else() -> No
         "import os; from penstock.cli import open_standard_streams as opens; opens(); os.write(2, b'%d %d' % os.pipe())"
     )
     shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, script]
-    opened = subprocess.run(shell, capture_output=True, text=True, timeout=60).stderr
+    opened = subprocess.run(shell, capture_output=True, text=True, timeout=180).stderr
     assert [int(number) > 2 for number in opened.split()] == [True, True]
 
 
@@ -57,7 +57,7 @@ def test_help_never_imports_the_heavy_parts() -> None:
         "    heavy = {'torch', 'zmq', 'httpx', 'fastapi', 'tokenizers', 'yaml'} & set(sys.modules)\n"
         "    if heavy: sys.exit(f'{command} imported {heavy}')"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
 
 

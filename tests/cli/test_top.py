@@ -19,7 +19,7 @@ from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.scrapes import Interval, Scrape
 from penstock.text import TextModel
-from tests.gateway.conftest import Serving, serving, text
+from tests.gateway.conftest import Serving, eventually, serving, text
 from tests.scripted import ScriptedEngine
 
 __all__ = ["serving", "text"]
@@ -89,15 +89,20 @@ def test_the_little_chart_and_durations() -> None:
 
 
 async def test_one_frame_of_a_running_server(serving: Serving, text: TextModel) -> None:
-    async with serving(ScriptedEngine(text, "word " * 400, step_s=0.002)) as gateway:
+    engine = ScriptedEngine(text, "word " * 20_000, step_s=0.002, max_model_len=10**6)
+    async with serving(engine) as gateway:
         running = asyncio.create_task(gateway.chat(stream=True))
+        await eventually(lambda: engine.load_snapshot().generation_tokens > 0)
         words = ["top", "--once", "--interval", "0.2", "--url", f"http://127.0.0.1:{gateway.port}"]
-        result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "140"}).invoke, app, words)
-        await running
-    assert result.exit_code == 0, result.output
-    assert "tiny" in result.output and "tok/s" in result.output
-    generated = int(result.output.split("generated ")[1].split()[0].replace(",", ""))
-    assert generated > 50
+        for _ in range(20):  # nothing may have been generated just then
+            result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "140"}).invoke, app, words)
+            assert result.exit_code == 0, result.output
+            assert "tiny" in result.output and "tok/s" in result.output
+            if generated := int(result.output.split("generated ")[1].split()[0].replace(",", "")):
+                break
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert generated > 0
 
 
 def test_no_server_is_a_clear_error() -> None:

@@ -16,6 +16,7 @@ import pytest
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.config.encoders import EncoderConfig
+from penstock.config.routing import AdmissionConfig
 from penstock.engine.config import EngineConfig
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
@@ -43,9 +44,12 @@ def url(default_model: Path, encoder_endpoint: str) -> Iterator[str]:
         end, loop = asyncio.Event(), asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(end.set))
         backend = await asyncio.to_thread(InProcessBackend.load_engine, config)
-        encoder = Embedder(ENCODER, ENCODER, EncoderBackend(encoder_endpoint), wait_s=30)
+        encoder = Embedder(ENCODER, ENCODER, EncoderBackend(encoder_endpoint), wait_s=120)
         registry = ModelRegistry([ServedModel(MODEL, text, backend, aliases=("default",))], ())
-        settings = GatewaySettings(port=port, models=(ModelSettings(MODEL, ""),), drain_s=0.2, time_limit_s=None)
+        patient = AdmissionConfig(wait_s=120.0, shed_from=1.0)
+        settings = GatewaySettings(
+            port=port, models=(ModelSettings(MODEL, ""),), drain_s=0.2, time_limit_s=None, admission=patient
+        )
         encoders = Encoders([encoder], [EncoderConfig(name=ENCODER)])
         await serve(settings, registry, end, lambda _: up.set(), encoders=encoders)
 
@@ -59,7 +63,7 @@ def url(default_model: Path, encoder_endpoint: str) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="compat server", daemon=True)
     thread.start()
-    up.wait(120)
+    up.wait(300)
     if failed:
         raise failed[0]
     yield f"http://127.0.0.1:{port}"
@@ -69,14 +73,14 @@ def url(default_model: Path, encoder_endpoint: str) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=180, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="package")
 def http(url: str) -> Iterator[httpx.Client]:
     """For what the SDK would refuse to send, and for paths it does not know."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=180) as client:
         yield client
 
 

@@ -14,7 +14,7 @@ from tests.gateway.conftest import serving, text
 
 __all__ = ["serving", "text"]
 
-expect.set_options(timeout=30_000)  # a loaded machine is slow
+expect.set_options(timeout=90_000)  # a loaded machine is slow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -38,7 +38,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [CHROMIUM, "--headless", "--remote-debugging-port=0", f"--user-data-dir={profile}", *FLAGS]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        chosen, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
+        chosen, deadline = profile / "DevToolsActivePort", time.monotonic() + 180
         while not (chosen.exists() and len(lines := chosen.read_text().split()) == 2):
             assert process.poll() is None and time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.05)
@@ -67,6 +67,6 @@ async def page(browser: Browser) -> AsyncIterator[Page]:
     page.on("pageerror", lambda error: wrong.append(str(error)))
     expected = re.compile("status of 40|net::ERR_")  # what a server refuses, and one that is away on purpose
     page.on("console", lambda said: said.type == "error" and not expected.search(said.text) and wrong.append(said.text))
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(90_000)
     yield page
     assert not wrong, wrong

@@ -76,7 +76,7 @@ async def test_an_administrator_at_work(serving: Serving, page: Page, encoder_en
         await page.get_by_label("Files").set_input_files(
             {"name": "handbook.md", "mimeType": "text/markdown", "buffer": HANDBOOK.encode()}
         )
-        await expect(page.locator("[data-test=ready]")).to_have_text("1", timeout=30_000)
+        await expect(page.locator("[data-test=ready]")).to_have_text("1", timeout=90_000)
         await page.get_by_label("Search this collection").fill("How long is parental leave?")
         await page.get_by_role("button", name="Search").click()
         hit = page.locator("[data-test=hit]").first
@@ -209,9 +209,9 @@ async def test_a_tenant_sees_its_own_and_nothing_of_another(serving: Serving, pa
         await page.context.set_offline(True)
         await page.evaluate("location.hash = '#batches'")
         away = page.get_by_role("alert").filter(has_text="The server has not answered since")
-        await expect(away).to_be_visible(timeout=15_000)
+        await expect(away).to_be_visible(timeout=90_000)
         await expect(page.get_by_text("Waiting for the server")).to_be_visible()
         await expect(page.locator(".q-notification")).to_have_count(0)
         await page.context.set_offline(False)
-        await expect(away).to_have_count(0, timeout=15_000)
+        await expect(away).to_have_count(0, timeout=90_000)
         await expect(page.get_by_text("No batches yet")).to_be_visible()

@@ -255,7 +255,7 @@ async def test_a_server_that_is_away_costs_nothing_and_the_page_recovers_by_itse
         await expect(composer(page)).to_have_value("are you there?")
         await expect(answers(page)).to_have_count(1)
         await page.context.set_offline(False)
-        await expect(problem).to_be_hidden(timeout=20_000)
+        await expect(problem).to_be_hidden(timeout=90_000)
         await page.get_by_role("button", name="Send").click()
         await expect(answers(page).nth(1).locator(".rich")).to_have_text("Hello, world!")
 

@@ -48,7 +48,7 @@ async def test_a_batch_from_a_file_to_its_output(serving: Serving, page: Page, t
         await expect(page.get_by_text("4 requests")).to_be_visible()
         await page.get_by_role("button", name="Create batch").click()
         row = page.get_by_role("table", name="Batches").get_by_role("row").nth(1)
-        await expect(row).to_contain_text("completed", timeout=30_000)
+        await expect(row).to_contain_text("completed", timeout=90_000)
         await expect(row).to_contain_text("3 of 4 done, 1 failed")
         async with page.expect_download() as fetched:
             await row.get_by_role("button", name="Output").click()
@@ -69,7 +69,7 @@ async def test_a_batch_from_a_file_to_its_output(serving: Serving, page: Page, t
         await page.get_by_role("dialog").get_by_role("button", name="Cancel the batch").click()
         await expect(row).to_contain_text(re.compile("cancell"))
         engine.hold = False
-        await expect(row).to_contain_text("cancelled", timeout=30_000)
+        await expect(row).to_contain_text("cancelled", timeout=90_000)
 
 
 async def test_routes_votes_caches_and_tools(serving: Serving, page: Page, tmp_path: Path) -> None:
@@ -137,12 +137,12 @@ async def test_a_model_is_loaded_put_to_sleep_woken_and_unloaded(
     await expect(second).to_contain_text("awake", timeout=120_000)
     await expect(second).to_contain_text(re.compile(r"16(\.\d)? MiB KV cache"))
     await second.get_by_role("button", name="Sleep").click()
-    await expect(second).to_contain_text("sleeping", timeout=60_000)
+    await expect(second).to_contain_text("sleeping", timeout=120_000)
     await second.get_by_role("button", name="Wake").click()
-    await expect(second.get_by_role("button", name="Sleep")).to_be_visible(timeout=60_000)
+    await expect(second.get_by_role("button", name="Sleep")).to_be_visible(timeout=120_000)
     await second.get_by_role("button", name="Unload").click()
     await page.get_by_role("dialog").get_by_role("button", name="Unload").click()
-    await expect(second).to_have_count(0, timeout=60_000)
+    await expect(second).to_have_count(0, timeout=120_000)
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])

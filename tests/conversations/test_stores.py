@@ -78,13 +78,13 @@ async def test_what_is_committed_is_found_by_its_owner_alone(make: Make) -> None
 async def test_only_the_holder_of_the_lease_writes(make: Make) -> None:
     store = await make()
     await tell(store, ANN, "s", b"one")
-    assert (await store.begin(ANN, "s", "mine", 5)).data == b"one"
-    assert await store.begin(ANN, "s", "theirs", 5) is None
+    assert (await store.begin(ANN, "s", "mine", 60)).data == b"one"
+    assert await store.begin(ANN, "s", "theirs", 60) is None
     assert not await store.commit(ANN, "s", "theirs", b"two", 2)
     await store.release(ANN, "s", "theirs")
-    assert await store.begin(ANN, "s", "theirs", 5) is None, "only the holder gives a lease up"
+    assert await store.begin(ANN, "s", "theirs", 60) is None, "only the holder gives a lease up"
     await store.release(ANN, "s", "mine")
-    assert await store.begin(ANN, "s", "theirs", 5) is not None
+    assert await store.begin(ANN, "s", "theirs", 60) is not None
     assert not await store.commit(ANN, "s", "mine", b"late", 2)
     assert await store.commit(ANN, "s", "theirs", b"two", 2)
     assert (await store.get(ANN, "s")).data == b"two"
@@ -99,10 +99,10 @@ async def test_a_lease_runs_out_unless_it_is_renewed(make: Make) -> None:
         assert await store.begin(ANN, "s", "dead", lease_s) is not None
         await store.renew(ANN, "s", "dead", 60)
     await asyncio.sleep(lease_s + 0.05)
-    assert await store.begin(ANN, "s", "next", 5) is None
+    assert await store.begin(ANN, "s", "next", 60) is None
     await store.renew(ANN, "s", "dead", 0.1)
     await asyncio.sleep(0.25)
-    assert await store.begin(ANN, "s", "next", 5) is not None
+    assert await store.begin(ANN, "s", "next", 60) is not None
     assert not await store.commit(ANN, "s", "dead", b"too late", 1)
 
 
@@ -115,7 +115,7 @@ async def test_one_that_is_not_used_is_forgotten_and_use_prolongs_it(make: Make)
     await tell(store, ANN, "s", b"three")
     await asyncio.sleep(0.25)
     assert await store.get(ANN, "s") is None and await store.list(ANN, 10) == []
-    assert (await store.begin(ANN, "s", "x", 5)).data == b""
+    assert (await store.begin(ANN, "s", "x", 60)).data == b""
 
 
 async def test_a_user_has_so_many_and_the_oldest_go_first(make: Make) -> None:
@@ -132,7 +132,7 @@ async def test_a_user_has_so_many_and_the_oldest_go_first(make: Make) -> None:
 async def test_what_is_deleted_while_it_is_answered_stays_deleted(make: Make) -> None:
     store = await make()
     await tell(store, ANN, "s", b"one")
-    await store.begin(ANN, "s", "mine", 5)
+    await store.begin(ANN, "s", "mine", 60)
     assert await store.delete(ANN, "s")
     assert not await store.commit(ANN, "s", "mine", b"two", 2)
     assert await store.get(ANN, "s") is None
@@ -142,7 +142,7 @@ async def test_a_summary_belongs_to_the_conversation_it_was_made_of(make: Make) 
     store = await make()
     await tell(store, ANN, "s")
     first = await store.get(ANN, "s")
-    await store.begin(ANN, "s", "mine", 5)
+    await store.begin(ANN, "s", "mine", 60)
     assert await store.summarise(ANN, "s", first.created_at, b"notes"), "also while a turn is answered"
     assert await store.commit(ANN, "s", "mine", b"two", 2)
     assert (await store.get(ANN, "s")).summary == b"notes"

@@ -105,7 +105,7 @@ async def balanced(
         log = (folder / "balancer.log").open("w")
         process = await asyncio.create_subprocess_exec(*command(front, folder), stdout=log, stderr=subprocess.STDOUT)
         try:
-            async with httpx.AsyncClient(verify=trusted, timeout=120) as client:
+            async with httpx.AsyncClient(verify=trusted, timeout=300) as client:
                 found = Balanced(port, client, [one, two], folder)
                 await _up(found, process)
                 yield found

@@ -182,9 +182,9 @@ def test_its_gateways_and_engines_find_each_other_and_share_keys(
         headers = {"authorization": f"Bearer {key}"}
         for name in ("gateway-1", "gateway-2"):
             url = f"http://127.0.0.1:{ports[name]}"
-            assert eventually(lambda url=url: httpx.get(f"{url}/health/ready", timeout=15).status_code == 200, 300)
-            assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).status_code == 401
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+            assert eventually(lambda url=url: httpx.get(f"{url}/health/ready", timeout=180).status_code == 200, 300)
+            assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).status_code == 401
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
             assert answer.status_code == 200, answer.text
         for process in processes:
             process.terminate()

@@ -80,7 +80,7 @@ async def test_streams_pass_a_proxy_token_by_token(
 async def through(port: int, trusted: ssl.SSLContext) -> list[bytes]:
     """The pieces in which a stream arrives over TLS."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with httpx.AsyncClient(verify=trusted, timeout=30) as client:
+    async with httpx.AsyncClient(verify=trusted, timeout=180) as client:
         url = f"https://127.0.0.1:{port}/v1/chat/completions"
         extensions = {"sni_hostname": NAME}
         for _ in range(200):

@@ -88,7 +88,7 @@ def test_a_gateway_without_torch_serves_an_engine_of_another_environment(
     try:
         assert eventually(lambda: _status(f"{url}/health/ready") == 200, 300)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0, answer.text
         assert httpx.get(f"{url}/console/lib/quasar.js").status_code == 200
         assert run("chat", "Hello", "--url", url, "--model", "tiny").returncode == 0
@@ -109,6 +109,6 @@ def test_a_gateway_without_torch_serves_an_engine_of_another_environment(
 
 def _status(url: str) -> int:
     try:
-        return httpx.get(url, timeout=15).status_code
+        return httpx.get(url, timeout=180).status_code
     except httpx.HTTPError:
         return 0

@@ -31,7 +31,7 @@ class Server:
         assert rows, f"no metric {name}"
         return sum(map(float, rows))
 
-    def wait_for(self, name: str, value: float, within: float = 30) -> None:
+    def wait_for(self, name: str, value: float, within: float = 120) -> None:
         """Engines tell how busy they are now and then, not with every answer."""
         deadline = time.monotonic() + within
         while (found := self.metric(name)) != value:
@@ -47,7 +47,7 @@ class Server:
         deadline = time.monotonic() + within
         while True:
             try:
-                if httpx.get(f"{self.url}/health/ready", timeout=15).status_code == 200:
+                if httpx.get(f"{self.url}/health/ready", timeout=180).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass

@@ -85,7 +85,7 @@ class Drill:
 
     def read_notes(self) -> dict[str, int]:
         """Completion tokens by charge, of those that are open, as the ledger has them."""
-        with closing(sqlite3.connect(self.folder / "ledger.db", timeout=30)) as database:
+        with closing(sqlite3.connect(self.folder / "ledger.db", timeout=180)) as database:
             return dict(database.execute("SELECT id, completion_tokens FROM charges_progress").fetchall())
 
     def _end_gateway(self) -> None:

@@ -32,7 +32,7 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
     with pytest.raises(openai.NotFoundError):
         say(client, "style")
 
-    loaded = httpx.post(f"{server.url}/v1/admin/adapters", json={"name": "style", "source": str(folder)}, timeout=60)
+    loaded = httpx.post(f"{server.url}/v1/admin/adapters", json={"name": "style", "source": str(folder)}, timeout=180)
     assert loaded.status_code == 200 and loaded.json()["state"] == "ready", loaded.text
     models = {model.id: model for model in client.models.list()}
     assert models["style"].model_extra is not None and models["style"].model_extra["parent"] == MODEL
@@ -75,9 +75,9 @@ def test_three_ranks_serve_adapters_that_are_listed_and_that_come_later(default_
     server = ServerProcess("--tensor-parallel", "3", "--set", adapters)
     try:
         server.wait_for("curl http")
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
         body = {"name": "later", "source": str(later)}
-        loaded = httpx.post(f"{server.url}/v1/admin/adapters", json=body, timeout=120)
+        loaded = httpx.post(f"{server.url}/v1/admin/adapters", json=body, timeout=300)
         assert loaded.status_code == 200 and loaded.json()["state"] == "ready", loaded.text
         alone = {model: say(client, model) for model in (MODEL, "listed", "later")}
         assert len(set(alone.values())) == 3

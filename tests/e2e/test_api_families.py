@@ -22,7 +22,7 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.mark.slow
 def test_a_response_is_continued_and_keeps_to_its_format(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
     first = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20)
     assert "Paris" in first.output_text and first.status == "completed"
     with client.responses.stream(
@@ -41,7 +41,7 @@ def test_a_response_is_continued_and_keeps_to_its_format(server: Server) -> None
 
 
 def test_messages_say_what_chat_says_and_call_tools(server: Server) -> None:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", timeout=120, max_retries=0)
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", timeout=300, max_retries=0)
     messages: Any = [{"role": "user", "content": QUESTION}]
     with client.messages.stream(model=MODEL, max_tokens=20, messages=messages, extra_body={"temperature": 0}) as stream:
         text = "".join(stream.text_stream)

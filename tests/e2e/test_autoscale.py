@@ -47,7 +47,7 @@ def started(name: str, log: Path) -> Iterator[Server]:
 
 
 def state(server: Server) -> dict[str, Any]:
-    found = httpx.get(f"{server.url}/v1/admin/autoscale", timeout=30).json()["data"]
+    found = httpx.get(f"{server.url}/v1/admin/autoscale", timeout=180).json()["data"]
     return dict(found[0]) if found else {"ready": -1}
 
 
@@ -74,7 +74,7 @@ class Clients:
             thread.start()
 
     def _run(self) -> None:
-        with httpx.Client(timeout=120) as client:
+        with httpx.Client(timeout=300) as client:
             while not self._over.is_set():
                 try:
                     self._stream(client)
@@ -119,7 +119,7 @@ def test_replicas_come_with_load_and_go_without_it(tmp_path: Path) -> None:
         assert not clients.problems
         assert len(set(clients.texts)) == 1, "every stream was whole"
         assert server.metric("penstock_autoscale_desired_replicas") >= 3
-        refused = httpx.post(f"{server.url}/v1/admin/models/{MODEL}/scale", json={"replicas": 2}, timeout=30)
+        refused = httpx.post(f"{server.url}/v1/admin/models/{MODEL}/scale", json={"replicas": 2}, timeout=180)
         assert refused.status_code == 400 and "scaled automatically" in refused.text
 
         slow = Clients(server.url, 1, pause_s=4.0)
@@ -135,7 +135,7 @@ def test_replicas_come_with_load_and_go_without_it(tmp_path: Path) -> None:
         during = Clients(server.url, 2)
         try:
             body = {"replica": "0", "seconds": 120}
-            assert httpx.post(f"{server.url}/v1/admin/models/{MODEL}/notice", json=body, timeout=30).status_code == 200
+            assert httpx.post(f"{server.url}/v1/admin/models/{MODEL}/notice", json=body, timeout=180).status_code == 200
             wait_for(
                 lambda: (
                     before

@@ -106,7 +106,7 @@ def bodies() -> Iterator[tuple[str, bytes]]:
 
 def test_bad_bodies_get_a_clear_answer_and_break_nothing(server: Server) -> None:
     count = 0
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=180) as client:
         for path, body in bodies():
             reply = client.post(path, content=body, headers={"content-type": "application/json"})
             where = (path, body[:200], reply.text[:300])

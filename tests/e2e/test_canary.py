@@ -99,7 +99,7 @@ def experiment(folder: Path, port: int, *, fallback: bool) -> Iterator[Server]:
 
 async def load(url: str, stop: asyncio.Event, seen: list[tuple[int, str]]) -> None:
     body = {"model": "assistant", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=180) as http:
         while not stop.is_set():
             reply = await http.post(f"{url}/v1/chat/completions", json=body)
             seen.append((reply.status_code, reply.headers.get("x-penstock-experiment", "")))
@@ -108,7 +108,7 @@ async def load(url: str, stop: asyncio.Event, seen: list[tuple[int, str]]) -> No
 @pytest.mark.parametrize("fallback", [True, False])
 async def test_a_canary_that_breaks_under_load_is_rolled_back(tmp_path: Path, fallback: bool) -> None:
     with canary() as port, experiment(tmp_path, port, fallback=fallback) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=180) as http:
 
             async def shown() -> dict[str, Any]:
                 found: dict[str, Any] = (await http.get("/v1/admin/experiments/assistant")).json()

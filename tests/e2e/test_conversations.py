@@ -51,7 +51,7 @@ def test_a_session_goes_on_and_is_forgotten_on_demand(server: Server) -> None:
             f"{server.url}/v1/chat/completions",
             json={**body, "messages": [{"role": "user", "content": "Say hello."}]},
             headers={"x-session-id": "short"},
-            timeout=60,
+            timeout=180,
         )
         assert reply.json()["conversation"]["turns"] == turn
     assert json.loads(httpx.get(f"{server.url}/v1/conversations").text)["data"]
@@ -65,9 +65,9 @@ def test_the_model_calls_a_registered_tool_and_sees_its_result(server: Server) -
     city["schema"] = {"type": "string", "maxLength": 12}
     with weather() as api:
         spec = {"name": "weather", "openapi": document, "url": api.url, "allow": ["get_weather"]}
-        assert httpx.post(f"{server.url}/v1/admin/tools", json=spec, timeout=30).status_code == 200
+        assert httpx.post(f"{server.url}/v1/admin/tools", json=spec, timeout=180).status_code == 200
         try:
-            reply = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120).chat.completions.create(
+            reply = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300).chat.completions.create(
                 model=MODEL,
                 messages=[{"role": "user", "content": "What is the weather in Rome?"}],
                 temperature=0,

@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, redis: Any, store: Path) ->
 
 def complete(server: Server, **options: object) -> httpx.Response:
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 20, "seed": 1, **options}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=180)
 
 
 def earned(store: Path) -> int:
@@ -122,7 +122,7 @@ def test_a_full_disk_refuses_requests_clearly_and_corrupts_nothing(server: Serve
             assert int(refused.headers["retry-after"]) >= 1
         lines = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n' * 1000
         file = {"file": ("lines.jsonl", lines)}
-        kept = httpx.post(f"{server.url}/v1/files", files=file, data={"purpose": "batch"}, timeout=30)
+        kept = httpx.post(f"{server.url}/v1/files", files=file, data={"purpose": "batch"}, timeout=180)
         assert kept.status_code == 503, kept.text
         assert httpx.get(f"{server.url}/health/live").status_code == 200
         assert httpx.get(f"{server.url}/v1/models").status_code == 200

@@ -130,7 +130,7 @@ def freeze_and_kill(engine: int) -> None:
 async def drill(server: Server, streams: int, tokens: int, harm: Callable[[int], None] | None) -> list[Heard]:
     """Run many streams; harm is done to one engine when the first of them have begun."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as http:
         heard = [Heard() for _ in range(streams)]
         victim = server.processes("engine", "tiny")[0]
         if harm is freeze_and_kill:
@@ -202,7 +202,7 @@ def trio(model: Path) -> Iterator[Server]:
 def command(server: Server, *words: str) -> str:
     """What `penstock` says to a command about the running server."""
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", *words, "--url", server.url], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "penstock", *words, "--url", server.url], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -233,7 +233,7 @@ class Traffic:
         assert not self.failures, self.failures[:3]
 
     async def _run(self) -> None:
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=180) as http:
             await asyncio.gather(*(self._client(http, number) for number in range(3)))
 
     async def _client(self, http: httpx.AsyncClient, number: int) -> None:
@@ -284,7 +284,7 @@ def test_streams_of_a_single_engine_that_freezes_go_on_when_it_has_been_killed_a
 @pytest.mark.slow
 def test_no_request_sent_around_the_death_of_a_single_engine_is_lost(single: Server) -> None:
     async def ask_throughout() -> list[Heard]:
-        async with httpx.AsyncClient(base_url=single.url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=single.url, timeout=300) as http:
             asked = []
             for number in range(60):
                 asked.append(asyncio.create_task(listen(http, number % 3, Heard(), 20)))

@@ -191,6 +191,6 @@ def test_hosts_come_and_go_and_no_stream_is_lost(hosts: Hosts) -> None:
 
 def _ready(url: str) -> str:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=30).text
+        return httpx.get(f"{url}/health/ready", timeout=180).text
     except httpx.HTTPError:
         return ""

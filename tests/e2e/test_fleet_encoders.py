@@ -61,7 +61,7 @@ def test_encoders_of_a_fleet(tmp_path: Path, valkey: Any) -> None:
 
     def embed(index: int = 0, model: str = "minilm") -> httpx.Response:
         body = {"model": model, "input": [f"text {index}", "another"]}
-        return httpx.post(f"{url}/v1/embeddings", json=body, timeout=60)
+        return httpx.post(f"{url}/v1/embeddings", json=body, timeout=180)
 
     def answers() -> bool:
         try:
@@ -73,10 +73,10 @@ def test_encoders_of_a_fleet(tmp_path: Path, valkey: Any) -> None:
         start("gateway", "-c", str(bare), "--port", str(port))
         engines = [start("engine", "minilm", "-c", str(config), "--set", f"fleet.machine={name}") for name in "ab"]
         wait_for(answers)
-        listed = httpx.get(f"{url}/v1/models", timeout=30).json()["data"]
+        listed = httpx.get(f"{url}/v1/models", timeout=180).json()["data"]
         assert "minilm" in [one["id"] for one in listed]
         assert embed(model="embed").status_code == 200, "its alias is known from its description"
-        wait_for(lambda: len(httpx.get(f"{url}/v1/admin/fleet", timeout=30).json()["engines"]) == 2)
+        wait_for(lambda: len(httpx.get(f"{url}/v1/admin/fleet", timeout=180).json()["engines"]) == 2)
         expected = embed(7).json()["data"]
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(embed, 7) for _ in range(40)]
@@ -86,7 +86,7 @@ def test_encoders_of_a_fleet(tmp_path: Path, valkey: Any) -> None:
             one.text[:300] for one in found if one.status_code != 200
         ]
         assert all(one.json()["data"] == expected for one in found), "the same vectors from either engine"
-        wait_for(lambda: len(httpx.get(f"{url}/v1/admin/fleet", timeout=30).json()["engines"]) == 1)
+        wait_for(lambda: len(httpx.get(f"{url}/v1/admin/fleet", timeout=180).json()["engines"]) == 1)
         assert embed().status_code == 200
     finally:
         for process in processes:

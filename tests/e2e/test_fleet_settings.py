@@ -38,7 +38,7 @@ def edit(running: FleetOfProcesses, old: str, new: str) -> None:
 
 def pool_of(running: FleetOfProcesses, **headers: str) -> str:
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=120)
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-penstock-pool"]
 
@@ -71,7 +71,7 @@ def test_pools_of_a_fleet_and_settings_that_change_under_streams(tmp_path: Path,
         after = {one["id"]: one["pool"] for one in engines(running)}
         assert {id for id, pool in before.items() if pool == "batch"} <= after.keys()
         running.wait_for(lambda: not running.state()["models"][0]["rollout"])
-        replicas = httpx.get(f"{running.url}/v1/admin/replicas", timeout=30).json()["data"]
+        replicas = httpx.get(f"{running.url}/v1/admin/replicas", timeout=180).json()["data"]
         chat = [one for one in replicas if one["pool"] == "chat" and one["ready"]]
         assert {one["memory"]["sequences"] for one in chat} == {48}, replicas
 
@@ -79,7 +79,7 @@ def test_pools_of_a_fleet_and_settings_that_change_under_streams(tmp_path: Path,
         edit(running, "name: tiny,", "name: tiny, aliases: [small],")
         applied = penstock("fleet", "apply", "--wait", "-c", str(running.config))
         assert applied.returncode == 0, applied.stderr
-        running.wait_for(lambda: "small" in json.dumps(httpx.get(f"{running.url}/v1/models", timeout=30).json()))
+        running.wait_for(lambda: "small" in json.dumps(httpx.get(f"{running.url}/v1/models", timeout=180).json()))
         assert {one["id"] for one in engines(running)} == after.keys()
 
         # Settings that no engine can start with: the old replicas go on, and it is said why.

@@ -27,7 +27,7 @@ HOURS = "The office opens at eight in the morning and closes at six in the eveni
 
 def ingest(server: Server, *arguments: str | Path) -> str:
     command = [sys.executable, "-m", "penstock", "ingest", *map(str, arguments), "--url", server.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,7 +48,7 @@ def test_a_folder_becomes_answers_with_citations(server: Server, tmp_path: Path)
             "messages": [{"role": "user", "content": "When does the office open?"}],
             "rag": {"collection": "handbook"},
         }
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=120).json()
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=300).json()
         message = reply["choices"][0]["message"]
         assert "eight" in message["content"]
         citation = message["annotations"][0]

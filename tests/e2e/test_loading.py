@@ -17,11 +17,11 @@ SMALL = {"max_model_len": 256, "kv_memory": "16MiB", "aliases": ["deux"]}
 def ask(server: Server, model: str) -> httpx.Response:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"model": model, "messages": messages, "max_tokens": 12, "temperature": 0}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=180)
 
 
 def load(server: Server, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/admin/models", json=body, timeout=120)
+    return httpx.post(f"{server.url}/v1/admin/models", json=body, timeout=300)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_a_model_is_loaded_used_and_unloaded(server: Server, default_model: Path
     assert len(server.children("second")) == 1
     taken = load(server, source=str(default_model), name="deux")
     assert taken.status_code == 400 and taken.json()["error"]["code"] == "name_taken"
-    gone = httpx.delete(f"{server.url}/v1/admin/models/second", timeout=60)
+    gone = httpx.delete(f"{server.url}/v1/admin/models/second", timeout=180)
     assert gone.json() == {"id": "second", "object": "model", "deleted": True}
     assert ask(server, "deux").status_code == 404 and ask(server, MODEL).status_code == 200
     assert not server.children("second")

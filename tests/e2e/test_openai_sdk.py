@@ -12,7 +12,7 @@ from tests.e2e.conftest import MODEL, Server
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
 def ask(text: str) -> list[dict[str, str]]:

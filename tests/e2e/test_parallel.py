@@ -80,7 +80,7 @@ def test_with_rank_restarts_a_killed_rank_is_replaced_alone() -> None:
 
 
 def running_requests(server: Server) -> float:
-    return count(httpx.get(f"{server.url}/metrics", timeout=30).text, "vllm:num_requests_running")
+    return count(httpx.get(f"{server.url}/metrics", timeout=180).text, "vllm:num_requests_running")
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_ranks_share_a_draft_model_and_sleep_with_it() -> None:
             if turn:
                 break
             for action in ("sleep", "wake"):
-                done = httpx.post(f"{server.url}/v1/admin/models/smollm2-135m/{action}", timeout=120)
+                done = httpx.post(f"{server.url}/v1/admin/models/smollm2-135m/{action}", timeout=300)
                 assert done.status_code == 200, done.text
                 assert not any(alive(pid) for pid in before)
         assert server.children()["engine"] == engine, "it is the same process"

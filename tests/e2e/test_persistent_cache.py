@@ -48,7 +48,7 @@ def say(server: Server, talk: Talk, salt: str = "one") -> tuple[str, int]:
     body: dict[str, Any] = {"model": "tiny", "messages": talk, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     deadline = time.monotonic() + 60
     while True:
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"cache_salt": salt}, timeout=60)
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"cache_salt": salt}, timeout=180)
         if reply.status_code == 200 or time.monotonic() > deadline:
             break
         time.sleep(0.2)

@@ -33,7 +33,7 @@ def test_the_example_with_pools(default_model: Path, tmp_path: Path) -> None:
         return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=300)
 
     def replicas() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/admin/replicas", timeout=60).json()["data"]
+        found: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/admin/replicas", timeout=180).json()["data"]
         return found
 
     try:

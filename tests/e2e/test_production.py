@@ -100,7 +100,7 @@ def example() -> Iterator[Example]:
 
 
 async def prometheus(example: Example, path: str, **query: str) -> Any:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{example.port('PROMETHEUS_PORT')}", timeout=30) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{example.port('PROMETHEUS_PORT')}", timeout=180) as client:
         return (await client.get(f"/api/v1/{path}", params=query)).json()["data"]
 
 

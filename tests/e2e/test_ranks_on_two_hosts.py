@@ -193,7 +193,7 @@ def test_streams_move_to_another_replica_while_the_link_is_down(hosts: Hosts, de
 def _up(url: str) -> int:
     """Replicas that are ready."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=15).text
+        text = httpx.get(f"{url}/metrics", timeout=180).text
     except httpx.HTTPError:
         return 0
     rows = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("penstock_engine_up")]

@@ -123,7 +123,7 @@ def gateway(regions: dict[str, Region], folder: Path, routing: str, *, labels: b
 
 def replicas(url: str) -> list[dict[str, object]]:
     try:
-        found: list[dict[str, object]] = httpx.get(f"{url}/v1/admin/replicas", timeout=15).json()["data"]
+        found: list[dict[str, object]] = httpx.get(f"{url}/v1/admin/replicas", timeout=180).json()["data"]
     except httpx.HTTPError:
         return []
     return found

@@ -37,7 +37,7 @@ class Follower:
         """Returns the status; whatever breaks off leaves the text so far."""
         with suppress(httpx.HTTPError):
             async with (
-                httpx.AsyncClient(base_url=url, timeout=30) as client,
+                httpx.AsyncClient(base_url=url, timeout=180) as client,
                 client.stream("POST", self.path, json=self.body, headers={"last-event-id": self.last}) as reply,
             ):
                 async for line in reply.aiter_lines():

@@ -87,7 +87,7 @@ async def load(running: Drill, count: int, kills: int, chance: random.Random) ->
             await asyncio.to_thread(running.kill_engine if number % 2 else running.kill_gateway)
             await asyncio.to_thread(running.ready)
 
-    async with httpx.AsyncClient(base_url=running.url, timeout=30, verify=False) as client:
+    async with httpx.AsyncClient(base_url=running.url, timeout=180, verify=False) as client:
         await asyncio.gather(killer(), *(clients(client) for _ in range(20)))
     return seen
 
@@ -176,7 +176,7 @@ async def test_when_both_die_at_once_what_was_noted_is_billed(tmp_path: Path) ->
             nonlocal seen
             with suppress(httpx.HTTPError):
                 async with (
-                    httpx.AsyncClient(base_url=running.url, timeout=30, verify=False) as client,
+                    httpx.AsyncClient(base_url=running.url, timeout=180, verify=False) as client,
                     client.stream("POST", "/v1/completions", json=body) as reply,
                 ):
                     async for line in reply.aiter_lines():

@@ -88,14 +88,14 @@ def test_by_hand_a_model_gives_its_memory_back_and_answers_again(server: Server)
     assert len(engines) == 1
     before = memory(engines[0])
     run = [sys.executable, "-m", "penstock", "models"]
-    slept = subprocess.run([*run, "sleep", "third", "--url", server.url], capture_output=True, text=True, timeout=60)
+    slept = subprocess.run([*run, "sleep", "third", "--url", server.url], capture_output=True, text=True, timeout=180)
     assert slept.returncode == 0 and slept.stdout.startswith("third: sleeping after"), slept.stderr
     assert before - memory(engines[0]) > 50 << 20, "the weights alone are 90 MB"
     refused = server.ask(model="third")
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "model_asleep"
     assert int(refused.headers["retry-after"]) >= 1
     assert "third" in subprocess.run([*run, "list", "--url", server.url], capture_output=True, text=True).stdout
-    woken = subprocess.run([*run, "wake", "third", "--url", server.url], capture_output=True, text=True, timeout=120)
+    woken = subprocess.run([*run, "wake", "third", "--url", server.url], capture_output=True, text=True, timeout=300)
     assert woken.stdout.startswith("third: awake after"), woken.stderr
     assert "Paris" in server.ask(model="third").json()["choices"][0]["message"]["content"]
     assert server.processes("engine", "third") == engines, "it is the same process"

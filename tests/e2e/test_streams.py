@@ -34,7 +34,7 @@ async def read(client: httpx.AsyncClient, i: int, max_tokens: int, leave_after: 
     return "done" if last == "data: [DONE]" else "engine_lost" if "engine_lost" in last else last
 
 
-def settled(server: Server, within: float = 30) -> None:
+def settled(server: Server, within: float = 120) -> None:
     """Nothing runs, nothing waits, and no block is held."""
     deadline = time.monotonic() + within
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "penstock_kv_blocks_used")
@@ -46,7 +46,7 @@ def settled(server: Server, within: float = 30) -> None:
 
 def client(server: Server) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits)
+    return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
 
 
 @pytest.mark.slow

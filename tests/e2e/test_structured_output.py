@@ -45,7 +45,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture
 def client(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
 def ask(text: str) -> list[Any]:

@@ -78,7 +78,7 @@ class Server:
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
         return [pid for pid, line in lines.items() if set(words) <= set(line)]
 
-    def ask(self, *, timeout_s: float = 60, **options: object) -> httpx.Response:
+    def ask(self, *, timeout_s: float = 180, **options: object) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
         body |= {"model": "smollm2-135m", "max_tokens": 12, **options}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s)
@@ -86,7 +86,7 @@ class Server:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join(5)
+        self._reader.join(60)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
@@ -119,7 +119,7 @@ def test_it_becomes_ready_says_how_to_use_it_and_answers(server: Server) -> None
 
 def test_the_command_line_client_talks_to_it(server: Server) -> None:
     command = [sys.executable, "-m", "penstock", "chat", "--url", server.url, "-t", "0", "--max-tokens", "12"]
-    result = subprocess.run([*command, "What is the capital of France?"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([*command, "What is the capital of France?"], capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == server.ask().json()["choices"][0]["message"]["content"].strip()
     assert "first token" in result.stderr and " out" in result.stderr  # a rate only if it came in several pieces
@@ -130,7 +130,7 @@ def test_a_killed_engine_comes_back_by_itself_and_the_gateway_stays(server: Serv
     os.kill(before["engine"], signal.SIGKILL)
     server.wait_for("died (killed by SIGKILL)")
     server.wait_for("engine smollm2-135m: up on", times=2)
-    assert eventually(lambda: server.ask().status_code == 200, 30)
+    assert eventually(lambda: server.ask().status_code == 200, 180)
     after = server.children()
     assert after["gateway"] == before["gateway"]
     assert after["engine"] != before["engine"]
@@ -139,8 +139,8 @@ def test_a_killed_engine_comes_back_by_itself_and_the_gateway_stays(server: Serv
 def test_a_killed_gateway_comes_back_by_itself_and_the_engine_stays(server: Server) -> None:
     before = server.children()
     os.kill(before["gateway"], signal.SIGKILL)
-    assert eventually(lambda: server.children().get("gateway", before["gateway"]) != before["gateway"], 30)
-    assert eventually(lambda: _answers(server), 30)
+    assert eventually(lambda: server.children().get("gateway", before["gateway"]) != before["gateway"], 180)
+    assert eventually(lambda: _answers(server), 180)
     assert server.children()["engine"] == before["engine"]
 
 
@@ -170,7 +170,7 @@ def test_sigterm_lets_a_running_stream_finish_and_then_everything_ends(server: S
         "seed": 1,
     }
     chunks = []
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=180) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if not line.startswith("data:"):
@@ -181,7 +181,7 @@ def test_sigterm_lets_a_running_stream_finish_and_then_everything_ends(server: S
     assert chunks[-1] == "[DONE]"
     reasons = [choice["finish_reason"] for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"]]
     assert reasons[-1] == "length"
-    assert server.process.wait(30) == 0
+    assert server.process.wait(180) == 0
     assert not any(alive(pid) for pid in children.values())
 
 

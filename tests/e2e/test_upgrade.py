@@ -94,7 +94,7 @@ def stream(url: str) -> tuple[str, int]:
 def up(url: str) -> int:
     """Engines that the gateway is connected to."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=30).text
+        text = httpx.get(f"{url}/metrics", timeout=180).text
     except httpx.HTTPError:
         return 0
     rows = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("penstock_engine_up{")]

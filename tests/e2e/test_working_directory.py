@@ -34,7 +34,7 @@ def test_gateway_engine_and_sandbox_ignore_stray_modules(tmp_path: Path) -> None
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
         shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
         body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "response_format": shape}, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "response_format": shape}, timeout=180)
         assert answer.status_code == 200, answer.text
     finally:
         process.send_signal(signal.SIGTERM)

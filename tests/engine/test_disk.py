@@ -58,7 +58,7 @@ def settle(engine: Engine) -> None:
         host.write_ahead()
         for job in list(disk_of(engine)._jobs):
             for answer in job.answers:
-                answer.result(10)
+                answer.result(100)
         host.write_ahead()
         if disk_of(engine).written == before and not disk_of(engine)._jobs:
             return

@@ -35,6 +35,7 @@ def test_tenants_find_only_their_own(folder: Path, tmp_path: Path, expected: dic
     engine.close()
     engine = start(folder, tmp_path)
     assert converse(engine, expected, "two", range(2)) == [0] * 2
+    settle(engine)  # what still waits to be written takes room that restored blocks need
     assert converse(engine, expected, "one") == [96] * 4
     engine.close()
 
@@ -62,7 +63,11 @@ def test_what_an_owner_left_can_be_erased(folder: Path, tmp_path: Path, expected
     assert engine.erase("nobody").advance()
     kill(engine)
     engine = start(folder, tmp_path)
-    assert [converse(engine, expected, salt, range(at, at + 1)) for at, salt in enumerate(salts)] == [[0], [0], [96]]
+    found = []
+    for at, salt in enumerate(salts):
+        found += converse(engine, expected, salt, range(at, at + 1))
+        settle(engine)
+    assert found == [0, 0, 96]
     engine.close()
 
 

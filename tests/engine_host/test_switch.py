@@ -77,7 +77,7 @@ def test_to_detach_a_port_again_does_no_harm_to_another(switch: Switch) -> None:
         thread = run(switch)
         assert eventually(lambda: messages == [b"hello"])
         switch.stop()
-        thread.join(30)
+        thread.join(100)
 
 
 def test_a_new_port_is_not_read_for_what_had_come_for_the_one_before(switch: Switch) -> None:
@@ -95,6 +95,6 @@ def test_a_new_port_is_not_read_for_what_had_come_for_the_one_before(switch: Swi
     thread = run(switch)
     assert eventually(lambda: len(others) == 1)
     switch.stop()
-    thread.join(30)
+    thread.join(100)
     assert not thread.is_alive(), "the loop waits for a message"
     others[0].close()

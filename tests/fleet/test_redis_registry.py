@@ -69,9 +69,9 @@ async def test_the_secret_is_changed_without_a_pause(valkey: Any, pair: tuple[An
 
 
 async def test_what_lasts_is_put_back_even_if_that_fails_at_first_and_another_controller_was_elected(
-    valkey: Any, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    valkey: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = pair
+    one, other, third = (registry(valkey, lease_s=60.0) for _ in range(3))
     term = await one.lead("a")
     assert term is not None
     await one.publish(MODEL, Assignment(machine="a", models={"m": 1}, term=term))
@@ -86,12 +86,12 @@ async def test_what_lasts_is_put_back_even_if_that_fails_at_first_and_another_co
 
     monkeypatch.setattr(other, "_run", fails_once)
     die(one)
-    third = registry(valkey)
     await third._redis.flushall()
     assert await third.lead("b") is not None
     found = await until(third.follow(), lambda fleet: bool(fleet.models))
     assert refused and found.models == {"m": MODEL} and not found.assignments
-    await third.close()
+    for made in (one, other, third):
+        await made.close()
 
 
 async def test_what_lasts_is_put_back_by_the_process_that_began_the_registry_too(valkey: Any) -> None:

@@ -257,7 +257,7 @@ class Target:
             await asyncio.sleep(0)
         assert connection not in self.shared.open and not self.shared.of_address
         for task in list(self.shared.tasks):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
 
     def compare(self, data: bytes) -> None:
         theirs = first_by_h11(data)
@@ -269,7 +269,7 @@ class Target:
         try:
             writer.write(data)
             writer.write_eof()
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), 60)
         except (ConnectionError, OSError):
             pass
         finally:
@@ -279,7 +279,7 @@ class Target:
             await self.loop.sock_connect(probe, ("127.0.0.1", self.port))
             await self.loop.sock_sendall(probe, GOOD)
             got = b""
-            while part := await asyncio.wait_for(self.loop.sock_recv(probe, 65536), 5):
+            while part := await asyncio.wait_for(self.loop.sock_recv(probe, 65536), 60):
                 got += part
         assert got.startswith(b"HTTP/1.1 200 OK\r\n") and got.endswith(b"\r\n\r\nempty"), got
 

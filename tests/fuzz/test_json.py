@@ -24,7 +24,7 @@ from penstock.gateway.http.request import ON_DISCONNECT
 from penstock.gateway.process.main import application
 from penstock.metering.ledger import Ledger
 from tests.fuzz import harness
-from tests.gateway.conftest import Running, Serving, serving, text  # noqa: F401 (fixtures)
+from tests.gateway.conftest import Running, Serving, serving, text, until  # noqa: F401 (fixtures)
 from tests.scripted import ScriptedEngine, make_text
 
 DOCUMENTED = frozenset((200, 202, 400, 403, 404, 408, 409, 413, 415, 429, 503))
@@ -276,10 +276,9 @@ def test_json(
 
     async def finish(target: Target) -> None:
         await target.check_left_over()
-        await asyncio.sleep(0.2)
         database = target.running.parts.database
         assert database is not None
-        assert not await Ledger(database).open_charges()
+        await until(Ledger(database).open_charges, lambda left: not left)
 
     try:
         target = loop.run_until_complete(start())

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_harness import DEVICE, MODE, Row, integers, rand, time_us
+from gpu_harness import DEVICE, MODE, Row, check, integers, rand, time_us
 from test_triton_chained_step import _early, _shape, offered
 from test_triton_latent import BLOCK, OnTriton, make_batch
 from test_triton_one_token import shape_of
 
 from penstock.bench.bounds import probe
 from penstock.engine.backends.cuda.kernels import common
+from penstock.engine.backends.cuda.kernels.chain_plan import ChainShape, plan_chain
+from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import StateBatch
 from penstock.engine.kv.cache import KVCache
@@ -24,7 +26,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 
 BF16 = torch.bfloat16
-SHAPES = {"qwen3-30b-a3b": 4, "deepseek-v2-lite": 4, "qwen3-next": 4}
+SHAPES = {"qwen3-30b-a3b": 4, "deepseek-v2-lite": 4, "qwen3-next": 4, "gpt-oss-20b": 4}
 """Layers of a step; the first one of `deepseek-v2-lite` has no experts."""
 
 
@@ -38,8 +40,9 @@ class Step:
         factory.ops.chains = True
         weights = RandomCheckpoint(config, dtype=BF16, device=DEVICE)
         self.chained: Decoder = build_decoder(
-            weights, read_config(config), factory, dtype=BF16, max_positions=4096, fused_up_to=8
-        )
+            weights, read_config(config), factory, dtype=BF16, max_positions=4096, fused_up_to=8,
+            quantize=Mxfp4Quantizer(DEVICE, None) if name.startswith("gpt-oss") else None,
+        )  # fmt: skip
         self.usual = dataclasses.replace(self.chained, chains=False)
         batch, blocks = make_batch([300], [])
         ones, zeros = integers([1], torch.int32), integers([0], torch.int32)
@@ -65,6 +68,58 @@ class Step:
 
     def __call__(self, decoder: Decoder) -> torch.Tensor:
         return decoder.run(self.residual.clone(), self.batch, self.kv)
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+    },
+    "deepseek-v2-lite": {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 64, "intermediate_size": 96,
+    },
+    "qwen3-next": {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 48,
+    },
+    "gpt-oss-20b": {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 4, "intermediate_size": 64,
+    },
+}  # fmt: skip
+"""Every expert is visited, so that near-ties of scores change nothing."""
+
+
+def test_links_are_what_is_launched() -> None:
+    """Of a layer's experts: what a chain is given, computed in PyTorch, beside their own launches."""
+    if MODE == "compile":
+        return
+    for name, changes in SMALL.items():
+        config = {**shape_of(name, 2), **changes, "vocab_size": 64}
+        packed, factory = name.startswith("gpt-oss"), OnTriton()
+        factory.ops = TritonOps(DEVICE)
+        factory.ops.chains = True
+        decoder = build_decoder(
+            RandomCheckpoint(config, dtype=BF16, device=DEVICE), read_config(config), factory, dtype=BF16,
+            max_positions=64, fused_up_to=8, quantize=Mxfp4Quantizer(DEVICE, None) if packed else None,
+        )  # fmt: skip
+        layer, eps = decoder.layers[-1], decoder.config.rms_eps
+        feed_forward: Any = layer.feed_forward
+        (link,) = feed_forward.links(layer.feed_forward_norm, eps)
+        output, entry = layer.mixer.output.link(residual=True), layer.mixer.entry.link(norm=layer.mixer_norm, eps=eps)  # type: ignore[attr-defined]
+        assert plan_chain([output, link, entry], ChainShape(132, 4)) is not None, name
+        if packed:
+            assert link.clamped is not None and link.gate_up_bias is not None and link.down_bias is not None
+            assert feed_forward.links(layer.feed_forward_norm, eps)[0].gate_up is link.gate_up  # made once
+            factory.ops.chains = False
+            assert not feed_forward.links(layer.feed_forward_norm, eps)
+            continue
+        residual = rand(1, config["hidden_size"], dtype=BF16)
+        got = residual.clone()
+        link.apply(got, BF16)
+        want = feed_forward.fused(residual.clone(), layer.feed_forward_norm, eps)
+        check(f"{name}, what experts add", got.float() - residual.float(), want.float() - residual.float(), 3e-2)
 
 
 def _build(step: Step, early: bool) -> None:

@@ -15,12 +15,16 @@ from cuda_emulation import emulate, guarded
 from expert_chain_cases import (
     BF16,
     DEEPSEEK_LITE,
+    GPT_OSS,
+    GPT_OSS_GATE,
     QWEN3_30B,
     QWEN3_NEXT,
     TOLERANCE,
     ExpertSizes,
     expert_chain64,
     make_expert_chain,
+    pack,
+    pack_shape,
 )
 from gpu_harness import DEVICE, MODE, Row, check, poison_, rand, time_us
 from test_triton_product_chain import H200, _processors, build, early, shapes
@@ -28,15 +32,19 @@ from torch import Tensor
 
 from penstock.bench.bounds import probe
 from penstock.engine.backends.cuda import nvrtc
-from penstock.engine.backends.cuda.kernels import moe_one
+from penstock.engine.backends.cuda.kernels import moe_one, mxfp4_one
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainPlan, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.gemv import linear
 from penstock.engine.backends.cuda.kernels.moe_one import Matrices, Visits
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, score_and_route
+from penstock.engine.backends.cuda.kernels.mxfp4_fragments import fragments, stacked
+from penstock.engine.backends.cuda.kernels.mxfp4_rows import rows_of
 from penstock.engine.backends.cuda.kernels.product_chain import ProductChain
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import AnyLink, ExpertChoice, ExpertLinks, Link
+from penstock.engine.loading.mxfp4 import round_mxfp4
 
+LARGE_IN_MXFP4 = {"gpt-oss-20b": GPT_OSS}
 LARGE = {"qwen3-30b-a3b": QWEN3_30B, "deepseek-v2-lite": DEEPSEEK_LITE, "qwen3-next": QWEN3_NEXT}
 CORRECTION = torch.linspace(-0.2, 0.2, 256)
 SMALL = {
@@ -131,6 +139,33 @@ def test_products_of_experts_are_those_of_float64() -> None:
     build(plans)
 
 
+def test_products_of_experts_in_mxfp4_are_those_of_float64() -> None:
+    plans: dict[str, ChainPlan] = {}
+    small = {"few rows": (ExpertSizes(1056, 64, 96, 8, 96, ExpertChoice(3, True), ties=True), ChainShape(3, 4, 3))}
+    large = {} if MODE == "interpret" else {name: (sizes, H200) for name, sizes in LARGE_IN_MXFP4.items()}
+    for name, (sizes, shape) in {**small, **large}.items():
+        here = shape if MODE == "interpret" else H200
+        if MODE == "compile":
+            meta = make_expert_chain(sizes, fp8=False, bias=True, device=torch.device("meta"))
+            plan = plan_chain(pack_shape(meta, GPT_OSS_GATE), here)
+            if plan is not None:  # few rows may be too few for so many warps
+                plans[f"{name}, mxfp4"] = plan
+            continue
+        if MODE == "device" and sizes.width < 4 * here.warps:
+            continue
+        keep: Callable[[Tensor], Tensor] = guarded if MODE == "interpret" else lambda x: x
+        links, wide = pack(chain_of(sizes, fp8=False), GPT_OSS_GATE, keep)
+        x, residual = rand(1, sizes.attended, dtype=BF16), rand(1, sizes.hidden, dtype=BF16, scale=2)
+        for seed in range(3):
+            stream = residual.clone()
+            scores, out = run(links, here, x, stream, seed)
+            want_stream, want_out, exact = expert_chain64(wide, x, residual, scores)
+            check(f"{name}, mxfp4, scores", scores, exact, TOLERANCE)
+            check(f"{name}, mxfp4, stream", stream, want_stream, TOLERANCE)
+            check(f"{name}, mxfp4, output", out, want_out[0], TOLERANCE)
+    build(plans)
+
+
 def test_a_graph_replays_it_with_experts() -> None:
     """Over and over, beside launches that start early: the same numbers each time."""
     if MODE != "device":
@@ -215,6 +250,7 @@ def variants(blocks: int) -> dict[str, ChainShape]:
     return {
         **found,
         "80 registers": replace(base, registers=80),
+        "104 registers": replace(base, registers=104),
         "8 warps, 8 stages": replace(base, warps=8, stages=8),
         "without waits": replace(base, waits=False),
         "copies alone": replace(base, waits=False, multiplies=False),
@@ -256,3 +292,66 @@ def bench_experts() -> Iterator[Row]:
                     yield row(kind, us)
                 yield row("launches again", time_us(usual))
             del layers, usual, chains
+
+
+def packed_layer(sizes: ExpertSizes) -> tuple[list[AnyLink], Callable[[Tensor, Tensor], object]]:
+    """A chain with experts in MXFP4, and the same weights as the engine launches them."""
+    links = make_expert_chain(sizes, fp8=False, bias=True, device=DEVICE)
+    output, experts, entry = links
+    assert isinstance(output, Link) and isinstance(experts, ExpertLinks) and isinstance(entry, Link)
+    matrices = [[round_mxfp4(one.float()) for one in stack] for stack in (experts.gate_up, experts.down)]
+    up, down = (
+        stacked([fragments(one, paired=paired) for one in stack])
+        for stack, paired in zip(matrices, (True, False), strict=True)
+    )
+    biases = [torch.zeros(one.shape[:2], dtype=BF16, device=DEVICE) for one in (experts.gate_up, experts.down)]
+    rows = [rows_of(one) for one in (up, down)]
+    packed = replace(
+        experts, gate_up=rows[0].units, gate_up_scale=rows[0].scale, down=rows[1].units, down_scale=rows[1].scale,
+        gate_up_bias=biases[0], down_bias=biases[1], clamped=GPT_OSS_GATE,
+    )  # fmt: skip
+    choice, counters = Choice(experts.choice.top_k, True), torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+
+    def launch(x: Tensor, residual: Tensor) -> Tensor:
+        linear(x, output.weight, bias=output.bias, residual=residual, out=residual)
+        normed = torch.empty_like(residual)
+        logits = torch.empty((1, len(experts.router)), dtype=torch.float32, device=DEVICE)
+        weights, chosen, _ = score_and_route(
+            residual, experts.router, experts.router_bias, choice, counters, norm=experts.norm, eps=experts.eps,
+            normed=normed, logits=logits,
+        )  # fmt: skip
+        visits = Visits(chosen, weights, False, logits, choice)
+        mxfp4_one.experts_of_one(
+            normed, up, biases[0], down, biases[1], visits, GPT_OSS_GATE, counters, residual=residual
+        )  # fmt: skip
+        return linear(residual, entry.weight, bias=entry.bias, norm=entry.norm, eps=entry.eps)
+
+    return [output, packed, entry], launch
+
+
+def bench_experts_in_mxfp4() -> Iterator[Row]:
+    """The same for gpt-oss."""
+    if MODE == "compile":
+        chain = pack_shape(make_expert_chain(GPT_OSS, fp8=False, bias=True, device=torch.device("meta")), GPT_OSS_GATE)
+        plans = {f"gpt-oss-20b, mxfp4, {kind}": plan_chain(chain, shape) for kind, shape in variants(132).items()}
+        build({label: plan for label, plan in plans.items() if plan is not None})
+    if MODE != "device":
+        return
+    bound, sizes = probe(torch.device("cuda", 0), BF16).read_gbps, GPT_OSS
+    layers = [packed_layer(sizes) for _ in range(4)]
+    x, residual = rand(1, sizes.attended, dtype=BF16), rand(1, sizes.hidden, dtype=BF16)
+    experts = 3 * sizes.hidden * sizes.width * sizes.choice.top_k
+    read = (sizes.weights - experts) * 2 + experts * 17 // 32
+
+    def row(kind: str, us: float) -> Row:
+        return f"gpt-oss-20b mxfp4, {kind}", us, f"{read / bound / us / 10:.0f}% of the read bound"
+
+    with early(True):
+        usual = [lambda launch=launch: launch(x, residual) for _, launch in layers]
+        yield row("launches", time_us(usual))
+        for kind, shape in variants(_processors()).items():
+            if plan_chain(layers[0][0], shape) is None:
+                continue  # no kernel or no room for it
+            chains = [ProductChain(links, shape) for links, _ in layers]
+            yield row(kind, time_us([lambda chain=chain: chain(x, residual) for chain in chains]))
+        yield row("launches again", time_us(usual))

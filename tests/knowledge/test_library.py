@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.knowledge.entities import Collection, CollectionExists, Document, KnowledgeError, TooMany
+from penstock.knowledge import ingest
+from penstock.knowledge.entities import Chunk, Collection, CollectionExists, Document, KnowledgeError, TooMany
 from penstock.knowledge.filters import Comparison
 from penstock.knowledge.library import Library
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.pages import Page
 from penstock.knowledge.queue import LEASE_S, IngestQueue
+from penstock.knowledge.readers.process import ReaderProcess
+from penstock.knowledge.readers.worker import Task
 from penstock.protocol.errors import EngineUnavailable
 from penstock.storage import DatabaseError
 from tests.knowledge.embedding import HashingEmbedder
@@ -38,7 +41,7 @@ async def put(library: Library, into: Collection, text: str, **more: str) -> Doc
     return (await library.put_document(into, text.encode(), **named))[0]  # type: ignore[arg-type]
 
 
-async def settled(library: Library, into: Collection, within: float = 10.0) -> dict[str, int]:
+async def settled(library: Library, into: Collection, within: float = 120.0) -> dict[str, int]:
     deadline = time.monotonic() + within
     while True:
         counts, _, _ = await library.catalogue.counts(into.id)
@@ -162,6 +165,37 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def test_a_claim_is_renewed_while_a_document_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "RENEW_S", 0.01)
+    read, progress = ReaderProcess.read, IngestQueue.progress
+    go, renewed, given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow(self: ReaderProcess, task: Task, body: bytes) -> list[Chunk]:
+        try:
+            await go.wait()
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+        return await read(self, task, body)
+
+    async def seen(self: IngestQueue, document: Document, *, chunks: int, done: int) -> bool:
+        wanted = await progress(self, document, chunks=chunks, done=done)
+        renewed.set()
+        return wanted
+
+    monkeypatch.setattr(ReaderProcess, "read", slow)
+    monkeypatch.setattr(IngestQueue, "progress", seen)
+    async with opened(tmp_path) as library:
+        col = await library.create_collection("acme", "handbook")
+        document = await put(library, col, "Slow.")
+        await asyncio.wait_for(renewed.wait(), 60)
+        await library.remove_document(col, document)
+        await asyncio.wait_for(given_up.wait(), 60)
+        go.set()
+        await put(library, col, "Slow.")
+        assert await settled(library, col) == {"ready": 1}
+
+
 async def test_a_claim_ends_with_its_lease(tmp_path: Path) -> None:
     """A gateway that was killed does not keep its documents: another takes them when it has said nothing for long."""
     now = [1000.0]
@@ -225,11 +259,12 @@ async def test_a_collection_deleted_while_it_is_read_leaves_no_file(tmp_path: Pa
 
 async def test_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
     order: list[str] = []
+    all_there = asyncio.Event()
 
     class Slow(HashingEmbedder):
         async def embed(self, texts, *, bulk=False):  # type: ignore[no-untyped-def]
             order.append(texts[0].split()[-1])
-            await asyncio.sleep(0.01)
+            await all_there.wait()
             return await super().embed(texts)
 
     async with opened(tmp_path, Slow(), LibraryLimits(readers=1)) as library:
@@ -238,6 +273,7 @@ async def test_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
         for n in range(12):
             await put(library, big, f"Text number acme{n}")
         await put(library, small, "Text globex")
+        all_there.set()
         await settled(library, small)
         await settled(library, big)
     assert order.index("globex") < 8, "it did not wait for all of the other's"
@@ -360,7 +396,7 @@ async def test_expiry_outlives_a_file_that_cannot_be_deleted(tmp_path: Path, mon
             await put(library, col, "Words.")
             await settled(library, col)
         await library._database.execute("UPDATE collections SET last_active_at = ?", time.time() - 86401)
-        await asyncio.wait_for(both.wait(), 10)
+        await asyncio.wait_for(both.wait(), 60)
         assert sorted(dropped) == sorted([first.id, second.id])
 
 

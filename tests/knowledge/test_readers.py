@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import time
 import zlib
 from contextlib import suppress
@@ -12,7 +14,7 @@ import pytest
 
 from penstock.knowledge.chunker import chunk
 from penstock.knowledge.entities import UnreadableDocument
-from penstock.knowledge.readers import Extracted, blocks, media_type_of, read
+from penstock.knowledge.readers import Extracted, blocks, media_type_of, process, read
 from penstock.knowledge.readers.process import ReaderProcess
 from penstock.knowledge.readers.worker import Task
 from tests.knowledge.files import make_pdf
@@ -219,11 +221,11 @@ def test_every_document_is_read_in_linear_time(name: str) -> None:
         gc.enable()
     # Four times as much takes about four times as long, not sixteen times.
     assert took[1] < 9 * took[0] + 0.1, took
-    assert took[1] < 5, took
+    assert took[1] < 30, took
 
 
 async def test_documents_of_too_many_chunks_are_refused() -> None:
-    reader = ReaderProcess(time_limit_s=20)
+    reader = ReaderProcess(time_limit_s=120)
     try:
         with pytest.raises(UnreadableDocument, match="more than 10 chunks"):
             await texts(reader, b"words and words. " * 20_000, most_chunks=10)
@@ -232,28 +234,36 @@ async def test_documents_of_too_many_chunks_are_refused() -> None:
 
 
 async def test_the_reading_process_survives_what_it_is_sent() -> None:
-    reader = ReaderProcess(time_limit_s=20)
+    reader = ReaderProcess(time_limit_s=120)
     try:
         assert await texts(reader, b"hello") == ["hello"]
         assert await reader.text(make_pdf(["One.", "Two."]), "application/pdf") == "One.\n\nTwo.\n\n"
         with pytest.raises(UnreadableDocument):
             await texts(reader, b"%PDF-", "application/pdf")
-        process = reader._process
-        assert process is not None
-        process.kill()
-        await process.wait()
+        running = reader._process
+        assert running is not None
+        running.kill()
+        await running.wait()
         found = await asyncio.gather(*(texts(reader, f"text {n}".encode()) for n in range(3)))
         assert found == [["text 0"], ["text 1"], ["text 2"]]
     finally:
         await reader.close()
 
 
-async def test_a_document_that_takes_too_long_is_given_up() -> None:
+async def test_a_document_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PATIENCE", 100_000)  # it is processor time that counts
     reader = ReaderProcess(time_limit_s=0.01)
     try:
-        with pytest.raises(UnreadableDocument, match="within"):
+        with pytest.raises(UnreadableDocument, match="within 0 seconds"):
             await texts(reader, b"<p>" * 200_000, "text/html")
-        reader._time_limit_s = 20
+        reader._time_limit_s = 120
+        assert await texts(reader, b"hello") == ["hello"]
+        monkeypatch.setattr(process, "PATIENCE", 0.001)
+        assert reader._process is not None
+        os.kill(reader._process.pid, signal.SIGSTOP)
+        with pytest.raises(UnreadableDocument, match="within 20 seconds"):
+            await texts(reader, b"hello")
+        monkeypatch.setattr(process, "PATIENCE", 100)
         assert await texts(reader, b"hello") == ["hello"]
     finally:
         await reader.close()

@@ -209,7 +209,7 @@ def test_three_gateways_share_one_limit_exactly(valkey: Any) -> None:
     gateways = [context.Process(target=_gateway, args=(valkey.port, number, results)) for number in range(3)]
     for gateway in gateways:
         gateway.start()
-    granted = sum(results.get(timeout=60) for _ in gateways)
+    granted = sum(results.get(timeout=180) for _ in gateways)
     for gateway in gateways:
         gateway.join()
     assert granted == 100

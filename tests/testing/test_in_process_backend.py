@@ -18,7 +18,7 @@ async def test_generates_aborts_and_closes(tmp_path: Path) -> None:
     engine = ScriptedEngine(text, "word " * 100, step_s=0.002)
     backend = InProcessBackend(engine)
     await backend.start()
-    assert (await backend.wait_ready(1)).instance == engine.info.instance
+    assert (await backend.wait_ready(60)).instance == engine.info.instance
     params = SamplingParams(max_tokens=5)
     tokens = [t async for delta in backend.generate(Request("a", [1], params)) for t in delta.tokens]
     assert text.decode(tokens) == "word "

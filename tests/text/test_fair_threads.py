@@ -23,7 +23,7 @@ class Work:
     def __call__(self) -> int:
         self.begun += 1
         self.running += 1
-        self.end.wait(20)
+        self.end.wait(120)
         self.running -= 1
         return self.begun
 

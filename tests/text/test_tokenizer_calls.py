@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,9 +53,11 @@ def ticks_while(work: Any) -> int:
 
 
 def test_other_threads_run_while_a_text_is_encoded(smollm2: TextModel) -> None:
-    text = WORDS * 4000
-    assert ticks_while(lambda: smollm2.encode(text)) > 10
-    assert ticks_while(lambda: smollm2.encode_chat([{"role": "user", "content": text}])) > 10
+    for encode in (smollm2.encode, lambda text: smollm2.encode_chat([{"role": "user", "content": text}])):
+        for times in (4_000, 16_000, 64_000):  # a busy machine may have had no core for the other thread
+            if (ticks := ticks_while(partial(encode, WORDS * times))) > 10:
+                break
+        assert ticks > 10
 
 
 @settings(max_examples=30, deadline=None)

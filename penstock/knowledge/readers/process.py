@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from contextlib import suppress
 
 import msgspec
@@ -14,7 +15,9 @@ from penstock.knowledge.entities import Chunk, UnreadableDocument
 from penstock.knowledge.readers.worker import HEADER, Result, Task, frame
 
 TIME_LIMIT_S = 20.0
-"""Of a small document; larger ones get as much again for every `LARGE` bytes."""
+"""Processor time of a small document; larger ones get as much again for every `LARGE` bytes."""
+PATIENCE = 6
+"""How many times that it may take on a busy machine, where it runs after everything else."""
 LARGE = 4 * 2**20
 MOST_ANSWER = 64 * 2**20
 """Maximum size of one result; real ones stay far below."""
@@ -44,20 +47,23 @@ class ReaderProcess:
         return "".join([result.text for result in await self._results(task, body)])
 
     async def _results(self, task: Task, body: bytes) -> list[Result]:
-        limit_s = self._time_limit_s * (1 + len(body) / LARGE)
+        task.seconds = self._time_limit_s * (1 + len(body) / LARGE)
+        too_slow = f"The document could not be read within {task.seconds:.0f} seconds."
         async with self._turn:
             if self._retirement is not None:
                 self._retirement.cancel()
             process = await self._started()
             try:
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(task.seconds * PATIENCE):
                     results = await _exchange(process, task, body)
             except TimeoutError:
                 await self._stop()
-                raise UnreadableDocument(f"The document could not be read within {limit_s:.0f} seconds.") from None
+                raise UnreadableDocument(too_slow) from None
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 await self._stop()
-                raise UnreadableDocument("The document crashed its reader.") from error
+                killed_by = -await process.wait()
+                why = too_slow if killed_by == signal.SIGPROF else "The document crashed its reader."
+                raise UnreadableDocument(why) from error
             except asyncio.CancelledError:
                 await self._stop()  # it is in the middle of a reply
                 raise

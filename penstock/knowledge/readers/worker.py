@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -45,6 +46,8 @@ class Task(msgspec.Struct, array_like=True):
     most_chunks: int
     whole: bool = False
     """The text is wanted, not chunks of it."""
+    seconds: float = 20.0
+    """Of processor time: this process is killed by SIGPROF when they are over."""
 
 
 class Result(msgspec.Struct, array_like=True):
@@ -102,9 +105,12 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
     decoder = msgspec.msgpack.Decoder(Task)
     while header := requests.read(HEADER):
         task = decoder.decode(requests.read(int.from_bytes(header, "big")))
-        for result in work(task, requests.read(task.size)):
+        body = requests.read(task.size)
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)
+        for result in work(task, body):
             replies.write(frame(result))
         replies.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, addresses: Addresses, *, keep_alive: bool = True) -> None:
         self._addresses = addresses
-        limits = httpx.Limits() if keep_alive else httpx.Limits(max_keepalive_connections=0)
+        limits = httpx.Limits(max_connections=100, max_keepalive_connections=20 if keep_alive else 0)
         self._inner = httpx.AsyncHTTPTransport(verify=trusted(), trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -4,6 +4,7 @@ launch, how experts are chosen, and what the kernel computes (emulated)."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +12,30 @@ import pytest
 import torch
 
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
+from penstock.engine.backends.cuda.kernels.mxfp4_fragments import fragments, stacked
+from penstock.engine.backends.cuda.kernels.mxfp4_rows import Mxfp4Rows, row_bytes, rows_of
 from penstock.engine.backends.interface import AnyLink, ExpertChoice, ExpertLinks
+from penstock.engine.loading.mxfp4 import round_mxfp4
 from penstock.engine.models.layers.experts import Router
 from tests.gpu.cuda_emulation import emulate, guarded
 from tests.gpu.expert_chain_cases import (
     BF16,
     DEEPSEEK_LITE,
-    GPT_OSS_BF16,
+    GPT_OSS,
+    GPT_OSS_GATE,
     QWEN3_30B,
     QWEN3_NEXT,
     TOLERANCE,
     ExpertSizes,
     expert_chain64,
     make_expert_chain,
+    pack,
+    pack_shape,
 )
 
 H200 = ChainShape(132)
 META = torch.device("meta")
-REAL = (QWEN3_30B, DEEPSEEK_LITE, QWEN3_NEXT, GPT_OSS_BF16)
+REAL = (QWEN3_30B, DEEPSEEK_LITE, QWEN3_NEXT, GPT_OSS)
 CHOICES = {
     "softmax": ExpertChoice(3, False),
     "normalized": ExpertChoice(5, True, scale=1.5),
@@ -70,8 +77,8 @@ def test_warps_have_nearly_equal_shares(sizes: ExpertSizes, fp8: bool) -> None:
 def test_what_the_kernel_is_built_with_and_given() -> None:
     plan = plan_chain(make_expert_chain(QWEN3_NEXT, fp8=False, device=META), H200)
     assert plan is not None and plan.defines["CHAIN"] == (
-        "Link<4096,2048,16,RESIDUAL>,Link<2048,512,8,NORM|GATES|SCORES>,Link<2048,512,8,NORM|GATED|GATES|SHARED>,"
-        "Link<2048,512,8,NORM|GATED|EACH>,Link<512,2048,8,RESIDUAL|SUM,512>,Link<2048,12352,8,NORM>"
+        "Link<4096,2048,16,RESIDUAL>,Link<2048,512,8,NORM|GATES|WIDE|SCORES>,Link<2048,512,8,NORM|GATED|GATES|WIDE|SHARED>,"
+        "Link<2048,512,8,NORM|GATED|WIDE|EACH>,Link<512,2048,8,RESIDUAL|SUM,512>,Link<2048,12352,8,NORM|WIDE>"
     )
     assert (plan.defines["EXPERTS"], plan.defines["TOP_K"], plan.defines["FACTOR"]) == (512, 10, "1.0f")
     sizes = ExpertSizes(64, 48, 96, 16, 32, ExpertChoice(3, True), shared=80)
@@ -102,7 +109,7 @@ def test_other_experts_have_no_chain() -> None:
         {"gate_up": experts.gate_up[:, :96].contiguous(), "down": experts.down[..., :48].contiguous()},  # few rows
         {"down": experts.down[..., :64].contiguous()},
         {"router": experts.router.float()},
-        {"norm": experts.norm.float()},
+        {"norm": experts.norm.half()},
         {"shared_down": None},
         {"shared_gate_up": None, "shared_down": None},  # and yet a gate for it
         {"shared_gate": experts.shared_gate.float() if experts.shared_gate is not None else None},
@@ -146,10 +153,63 @@ class _Identity:
         return x
 
 
-def _launch(sizes: ExpertSizes, shape: ChainShape, *, fp8: bool, bias: bool, seeds: int) -> None:
-    """Whichever thread runs first, launch after launch."""
+def test_experts_in_mxfp4() -> None:
+    """Rows of units of 960 inputs; only tensor cores multiply them."""
+    links = pack_shape(make_expert_chain(GPT_OSS, fp8=False, bias=True, device=META), GPT_OSS_GATE)
+    plan = plan_chain(links, H200)
+    assert plan is not None and plan.defines["CHAIN"] == (
+        "Link<4096,2880,16,RESIDUAL|BIAS>,Link<2880,32,16,NORM|BIAS|SCORES>,Link<2880,2880,4,FP4|NORM|GATED|BIAS|EACH>,"
+        "Link<2880,2880,16,FP4|RESIDUAL|BIAS|SUM>,Link<2880,5120,16,NORM|BIAS>"
+    )
+    assert (plan.defines["ALPHA"], plan.defines["LIMIT"]) == ("1.702f", "7.0f")
+    assert [link.row_bytes for link in plan.links[2:4]] == [1536, 1536]
+    assert plan_chain(links, replace(H200, tensor=False)) is None
+    output, experts, entry = links
+    assert isinstance(experts, ExpertLinks)
+    for change in ({"down_scale": None}, {"down": experts.down[..., :1024].contiguous()}, {"down": experts.gate_up}):
+        other: list[AnyLink] = [output, replace(experts, **change), entry]  # type: ignore[arg-type]
+        assert plan_chain(other, H200) is None, change
+
+
+@pytest.mark.parametrize(("out", "inputs", "paired"), [(20, 992, False), (48, 1056, True), (24, 2880, True)])
+def test_mxfp4_in_rows_is_the_same_weights(out: int, inputs: int, paired: bool) -> None:
+    torch.manual_seed(1)
+    spread = torch.randn(2, out, inputs // 32, 1).exp().expand(-1, -1, -1, 32).reshape(2, out, inputs)
+    weights = [round_mxfp4(one) for one in torch.randn(2, out, inputs) * spread]
+    rows = rows_of(stacked([fragments(one, paired=paired) for one in weights]))
+    assert rows.units.shape == (2, out, row_bytes(inputs))
+    expected = torch.stack([one.dense() for one in weights])
+    assert torch.equal(_dense(rows, inputs), expected)
+    rows.put(0, fragments(weights[1], paired=paired))
+    assert torch.equal(_dense(rows, inputs), expected[1].expand(2, -1, -1))
+
+
+def _dense(rows: Mxfp4Rows, inputs: int) -> torch.Tensor:
+    """As the kernel unpacks it."""
+    units = rows.units.view(*rows.scale.shape, -1, 512)
+    words = units[..., :480].contiguous().view(torch.int32).long().bitwise_and_(0xFFFFFFFF)
+    first, second = words.view(*units.shape[:-1], 30, 2, 2).unbind(-1)
+    every, upper, lower = 0x81C081C0, 0x81008100, 0x00C000C0
+    pairs = (
+        first << 6 & every, first << 2 & every, (first << 12 | first >> 20) & every,
+        second << 4 & every, second & every, (second << 10 | second >> 22) & every,
+        (first << 1 & upper) | (second >> 3 & lower), (first & upper) | (second << 6 & lower),
+    )  # fmt: skip
+    halves = torch.stack([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)], -1)
+    values = (halves << 16).to(torch.int32).view(torch.float32) * 2.0**126
+    powers = torch.ldexp(torch.ones(()), (units[..., 480:510].int() - 253).float()).view(*units.shape[:-1], 30, 1, 1)
+    found = (values * powers).flatten(2)[..., :inputs]
+    assert not units[..., 510:].any()
+    return found * rows.scale.unsqueeze(-1)
+
+
+def _launch(sizes: ExpertSizes, shape: ChainShape, *, fp8: bool, bias: bool, seeds: int, fp4: bool = False) -> None:
+    """Whichever thread runs first, launch after launch. `fp4`: experts in MXFP4, with a clamped gate."""
     torch.manual_seed(3)
     links = make_expert_chain(sizes, fp8=fp8, bias=bias, device=torch.device("cpu"), keep=guarded)
+    wide: Sequence[AnyLink] = links
+    if fp4:
+        links, wide = pack(links, GPT_OSS_GATE, guarded)
     plan = plan_chain(links, shape)
     assert plan is not None
     kernel = emulate(SOURCE, ENTRY, defines=plan.defines)
@@ -166,7 +226,7 @@ def _launch(sizes: ExpertSizes, shape: ChainShape, *, fp8: bool, bias: bool, see
         assert scores is not None and out is not None
         if sizes.ties:
             assert torch.equal(scores[::2], scores[1::2])
-        want_stream, want_out, exact = expert_chain64(links, x, residual, scores)
+        want_stream, want_out, exact = expert_chain64(wide, x, residual, scores)
         for got, want in ((scores[None], exact[None]), (stream, want_stream), (out[None], want_out)):
             assert float((got.double() - want).norm() / want.norm()) < TOLERANCE
         added = stream.double() - residual.double(), want_stream - residual.double()
@@ -191,11 +251,25 @@ def test_every_choice_with_ties(name: str) -> None:
         (ExpertSizes(256, 128, 320, 24, 144, ExpertChoice(4, True)), ChainShape(3, 4, 3), True),
         (ExpertSizes(528, 272, 48, 16, 272, ExpertChoice(3, False), shared=560, gate=True), ChainShape(5, 4, 2), False),
         (ExpertSizes(64, 64, 16, 24, 48, ExpertChoice(9, True), shared=16, gate=True), ChainShape(30, 2, 4), True),
-        (ExpertSizes(1040, 64, 96, 8, 64, ExpertChoice(2, True), shared=96), ChainShape(2, 8, 4), False),
-        (ExpertSizes(64, 2064, 48, 8, 1040, ExpertChoice(3, True)), ChainShape(4, 4, 6), True),
+        (ExpertSizes(1040, 64, 96, 8, 64, ExpertChoice(2, True), shared=96, wide=True), ChainShape(2, 8, 4), False),
+        (ExpertSizes(64, 2064, 48, 8, 1040, ExpertChoice(3, True), wide=True), ChainShape(4, 4, 6), True),
     ],
 )  # fmt: skip
 def test_products_are_those_of_float64(sizes: ExpertSizes, shape: ChainShape, fp8: bool) -> None:
     """Copies that stop before the first product of this block, within it, and behind it; rows that are no whole units;
     rows of two visits in one stage; blocks without rows."""
     _launch(sizes, shape, fp8=fp8, bias=not fp8, seeds=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation is compiled with g++")
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        (ExpertSizes(1056, 64, 96, 8, 96, ExpertChoice(3, True)), ChainShape(3, 4, 3)),
+        (ExpertSizes(64, 64, 96, 8, 1024, ExpertChoice(2, True), ties=True), ChainShape(5, 4, 2)),
+    ],
+)
+def test_experts_in_mxfp4_are_those_of_float64(sizes: ExpertSizes, shape: ChainShape) -> None:
+    """Powers are copied by two lanes for all; biases, and a gate that is clamped."""
+    _launch(sizes, shape, fp8=False, bias=True, seeds=3, fp4=True)

@@ -67,7 +67,7 @@ def test_other_products_have_no_chain() -> None:
     for other in (
         [replace(output, weight=output.weight.half())],
         [replace(output, bias=torch.zeros(64))],
-        [replace(gate_up, norm=torch.zeros(64))],
+        [replace(gate_up, norm=torch.zeros(64, dtype=torch.float16))],
         [Link(torch.empty(64, 72, dtype=BF16, device=META))],  # rows that begin between multiples of 16 bytes
         [Link(torch.empty(64, 64, dtype=torch.float8_e4m3fn, device=META))],  # without scales
         [output, down],  # which reads what nobody wrote

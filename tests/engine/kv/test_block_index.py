@@ -70,7 +70,7 @@ def test_a_name_never_leads_to_another_block(tmp_path: Path, seed: int) -> None:
         file = open_file(folder, mover)
         assert file.index is not None
         for name, place in file.index.entries():
-            read = file.read([(1, place)]).result(10) == [True]
+            read = file.read([(1, place)]).result(100) == [True]
             right, wrong = right + read, wrong + (not read)
             assert not read or is_filled(mover, 1, int.from_bytes(name, "little"))
         paths = [folder / "rank0.blocks", folder / "rank0.blocks.index"]
@@ -78,7 +78,7 @@ def test_a_name_never_leads_to_another_block(tmp_path: Path, seed: int) -> None:
             number = chance.randrange(40)
             fill(mover, 0, number)
             before = [path.read_bytes() for path in paths]
-            assert file.write([(0, chance.randrange(PLACES))], [name_of(number)]).result(10) == [True]
+            assert file.write([(0, chance.randrange(PLACES))], [name_of(number)]).result(100) == [True]
         file.close()
         if life % 2:  # it lost power in the last write
             for path, old in zip(paths, before, strict=True):
@@ -91,14 +91,14 @@ def test_an_epoch_ends_for_good(tmp_path: Path) -> None:
     file = open_file(tmp_path, mover)
     assert file.index is not None
     fill(mover, 0, 1)
-    file.write([(0, 3)], [name_of(1)]).result(10)
+    file.write([(0, 3)], [name_of(1)]).result(100)
     assert file.index.entries() == [(name_of(1), 3)]
     epoch = file.index.epoch
     late = file._writer.submit(file._write_all, [(0, 4)], [name_of(2)], epoch)  # it waits while the epoch ends
     file.forget()
-    late.result(10)
+    late.result(100)
     file._write_all([(0, 5)], [name_of(3)], epoch)
-    file.write([(0, 6)], [name_of(4)]).result(10)
+    file.write([(0, 6)], [name_of(4)]).result(100)
     assert [name for name, _ in file.index.entries()] == [name_of(4)]
     file.close()
     again = BlockIndex(tmp_path / "rank0.blocks.index", "of tests", PLACES)
@@ -113,9 +113,9 @@ def test_of_what_is_erased_nothing_is_left(tmp_path: Path) -> None:
     mover = make_mover()
     file = open_file(tmp_path, mover)
     fill(mover, 0, 1)
-    assert file.write([(0, 3), (0, 4)], [name_of(1), name_of(2)]).result(10) == [True, True]
+    assert file.write([(0, 3), (0, 4)], [name_of(1), name_of(2)]).result(100) == [True, True]
     file.forget()
-    assert file.erase([3, 4]).result(10) == [True, True]
+    assert file.erase([3, 4]).result(100) == [True, True]
     file.close()
     assert not any((tmp_path / "rank0.blocks").read_bytes()), "blocks"
     assert not any((tmp_path / "rank0.blocks.index").read_bytes()[4096:]), "records of an epoch that is over"
@@ -129,7 +129,7 @@ def test_a_rank_whose_disk_fails_has_nothing(
     file = open_file(tmp_path, mover)
     assert file.index is not None
     fill(mover, 0, 1)
-    file.write([(0, 3)], [name_of(1)]).result(10)
+    file.write([(0, 3)], [name_of(1)]).result(100)
     places = np.array([3])
     assert file.confirm(file.index.epoch, name_of(1), places).tolist() == [True]
 
@@ -149,11 +149,11 @@ def test_the_order_of_use_is_remembered(tmp_path: Path) -> None:
     file = open_file(tmp_path, mover)
     assert file.index is not None
     for number in range(4):
-        file.write([(0, number)], [name_of(number)]).result(10)
-    file.read([(1, 1)]).result(10)
+        file.write([(0, number)], [name_of(number)]).result(100)
+    file.read([(1, 1)]).result(100)
     assert [place for _, place in file.index.entries()] == [0, 2, 3, 1]
     file.index.reorder([3, 1, 0, 2])
-    file.write([(0, 5)], [name_of(3)]).result(10)  # a second time
+    file.write([(0, 5)], [name_of(3)]).result(100)  # a second time
     file.close()
     file = open_file(tmp_path, mover, places=6)
     assert file.index is not None

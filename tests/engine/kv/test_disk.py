@@ -325,13 +325,13 @@ def test_a_damaged_file_is_not_read(tmp_path: Path) -> None:
         for piece in mover.memory(slot):
             piece[:] = bytes((7 * slot + at) % 251 for at in range(len(piece)))
     pairs = [(slot, 2 - slot) for slot in range(3)]
-    assert file.write(pairs).result(10) == file.read(pairs).result(10) == [True] * 3
+    assert file.write(pairs).result(100) == file.read(pairs).result(100) == [True] * 3
     os.pwrite(file._file, b"\xff", size + size // 2)
-    assert file.read(pairs).result(10) == [True, False, True]
+    assert file.read(pairs).result(100) == [True, False, True]
     os.ftruncate(file._file, 0)
     os.ftruncate(file._file, 3 * size)
-    assert file.read(pairs).result(10) == [False] * 3, "zeros"
-    assert file.write([(0, 1)]).result(10) == file.read([(2, 1)]).result(10) == [True]
+    assert file.read(pairs).result(100) == [False] * 3, "zeros"
+    assert file.write([(0, 1)]).result(100) == file.read([(2, 1)]).result(100) == [True]
     assert mover.memory(2) == mover.memory(0)
     file.close()
 

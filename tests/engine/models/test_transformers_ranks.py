@@ -159,7 +159,7 @@ def test_a_rank_that_fails_while_others_still_meet_is_the_reason(
     def met(groups: Groups, *arguments: Any) -> None:
         meet(groups, *arguments)
         if threading.current_thread() is leader:
-            assert left.wait(20.0)
+            assert left.wait(100.0)
             raise RuntimeError("connection closed by peer")
 
     def dropped(groups: Groups) -> None:

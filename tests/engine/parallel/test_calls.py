@@ -75,15 +75,15 @@ def test_calls_are_answered_when_they_are_done_and_refusals_hurt_nobody(ranks: R
     (late,) = ranks.call("later")
     (refused,) = ranks.call("refuse")
     with pytest.raises(ConfigError, match=r"rank 1 .*it does not fit"):
-        refused.result(10)
-    assert [answer.result(10) for answer in ranks.call("double", 21)] == [42]
+        refused.result(100)
+    assert [answer.result(100) for answer in ranks.call("double", 21)] == [42]
     assert not late.done()
     ranks.call("finish")
-    assert late.result(10) == "late"
+    assert late.result(100) == "late"
 
 
 def test_a_rank_that_fails_in_a_call_is_lost(ranks: Ranks) -> None:
     (answer,) = ranks.call("die")
     with pytest.raises(ReplicaLost):
-        answer.result(10)
+        answer.result(100)
     assert "IndexError" in (ranks.why_lost() or "")

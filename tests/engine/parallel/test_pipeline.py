@@ -77,7 +77,7 @@ def last_stage_waits_for(count: int) -> Iterator[None]:
     def waits(model: ServedModel, message: Forward, arriving: Arriving | None) -> None:
         if model.stage.groups.place.stage == STAGES - 1 and not begun.is_set():
             for _ in range(count):
-                assert launched.acquire(timeout=30), "rank 0 waits for a step before it launches the next"
+                assert launched.acquire(timeout=120), "rank 0 waits for a step before it launches the next"
             begun.set()
         forward(model, message, arriving)
 

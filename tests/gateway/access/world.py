@@ -93,7 +93,7 @@ def _watermark_secret(folder: Path) -> str:
 
 
 def remote(name: str, port: int) -> RemoteModel:
-    upstream = Upstream(f"http://127.0.0.1:{port}/v1", "tiny", timeout_s=5.0)
+    upstream = Upstream(f"http://127.0.0.1:{port}/v1", "tiny", timeout_s=60.0)
     return RemoteModel(name, [RemoteServer(name, upstream)], aliases=(f"{name}-alias",))
 
 

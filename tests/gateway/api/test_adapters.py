@@ -57,7 +57,7 @@ async def serving(
     task = asyncio.create_task(serve(gateway, ModelRegistry([model]), stop, listening.set_result))
     await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=180) as client:
             yield client
     finally:
         stop.set()

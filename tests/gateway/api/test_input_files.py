@@ -62,7 +62,7 @@ async def test_chats_responses_and_token_counts_read_files(serving: Serving, tex
         question = {"type": "text", "text": "How old is Ann?"}
         expected = f"<|user|>{SHOWN}How old is Ann?<|end|><|assistant|>"
         sent = {"filename": "people.csv", "file_data": b64(CSV, "text/csv")}
-        for given in ({"file_id": file.id}, sent, {**sent, "file_data": b64(CSV)}):
+        for given in ({"file_id": file.id}, sent):
             message: Any = {"role": "user", "content": [{"type": "file", "file": given}, question]}
             chat = await client.chat.completions.create(model="tiny", messages=[message])
             assert prompt(running, text) == expected
@@ -111,8 +111,8 @@ async def test_documents_of_messages(serving: Serving, text: TextModel, tmp_path
         pdf = b64(make_pdf(["Ann is 41."]))
         for source, expected in (
             ({"type": "file", "file_id": file.id}, read_as),
-            ({"type": "base64", "media_type": "text/plain", "data": b64(CSV)}, read_as.replace("people.csv", "file")),
-            ({"type": "base64", "media_type": "application/pdf", "data": pdf}, "file.pdf\nAnn is 41."),
+            ({"type": "base64", "media_type": "text/plain", "data": b64(CSV)}, read_as.removeprefix("people.csv\n")),
+            ({"type": "base64", "media_type": "application/pdf", "data": pdf}, "<|user|>Ann is 41."),
             ({"type": "text", "media_type": "text/plain", "data": "Ann is 41."}, "<|user|>Ann is 41.\n\nHow"),
             ({"type": "content", "content": "Ann is 41."}, "<|user|>Ann is 41.\n\nHow"),
         ):

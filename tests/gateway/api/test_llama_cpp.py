@@ -57,7 +57,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.mark.slow
 async def test_it_answers_streams_counts_and_stops_when_the_client_leaves(serving: Serving, url: str) -> None:
-    async with serving(others=[remote(url)], time_limit_s=None) as running, httpx.AsyncClient(timeout=60) as direct:
+    async with serving(others=[remote(url)], time_limit_s=None) as running, httpx.AsyncClient(timeout=180) as direct:
         there = (await direct.post(f"{url}/chat/completions", json=ASKED)).json()
         here = (await running.chat(model="llama", **ASKED)).json()
         assert here["choices"][0]["message"]["content"].strip()

@@ -81,7 +81,7 @@ async def test_a_timeline_covers_a_request_from_its_first_byte_to_its_last(servi
 
 
 async def test_the_command_prints_a_request_as_bars(serving: Serving, text: TextModel) -> None:
-    async with serving(ScriptedEngine(text, step_s=0.004)) as gateway:
+    async with serving(ScriptedEngine(text, step_s=0.02)) as gateway:
         await chat(gateway, {"x-request-id": "mine"})
 
         async def command(*words: str) -> tuple[int, str]:

@@ -131,8 +131,10 @@ async def test_a_turn_that_fails_or_is_left_never_happened(serving: Serving, tex
             },
         ) as stream:
             async for _ in stream.aiter_bytes():
+                engine.hold = True
                 break
         await eventually(lambda: bool(engine.aborted))
+        engine.hold = False
         assert (await running.client.get("/v1/conversations/s")).status_code == 404
         await say(running, "hello")
         assert (await kept(running))["turns"] == 1
@@ -142,12 +144,13 @@ async def test_turns_sent_at_once_are_answered_in_order_or_refused(
     serving: Serving, text: TextModel, tmp_path: Path
 ) -> None:
     engine = ScriptedEngine(text, max_model_len=4096)
-    config = ConversationsConfig(wait_s=0.3)
-    async with serving(engine, conversations=config, **stored(tmp_path)) as running:
+    patient, impatient = ConversationsConfig(wait_s=120.0), ConversationsConfig(wait_s=0.3)
+    async with serving(engine, conversations=patient, **stored(tmp_path)) as running:
         replies = await asyncio.gather(*(say(running, f"turn {i}") for i in range(4)))
         assert sorted(reply.json()["conversation"]["turns"] for reply in replies) == [1, 2, 3, 4]
         assert (await kept(running))["turns"] == 4
-        engine.hold = True
+    engine.hold = True
+    async with serving(engine, conversations=impatient, **stored(tmp_path)) as running:
         slow = asyncio.create_task(say(running, "slow"))
         await eventually(lambda: len(engine.seen) == 5)
         refused = await say(running, "impatient")

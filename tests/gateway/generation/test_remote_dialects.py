@@ -30,7 +30,9 @@ async def pair(
 ) -> AsyncIterator[tuple[Running, Running]]:
     """A gateway with the remote model `far`, and the one behind it."""
     async with serving(engine, time_limit_s=None) as behind:
-        upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=5.0, dialect=dialect, max_tokens=64)
+        upstream = Upstream(
+            f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=60.0, dialect=dialect, max_tokens=64
+        )
         far = RemoteModel("far", [RemoteServer("0", upstream)], metrics_s=0.2)
         async with serving(others=[far]) as front:
             yield front, behind

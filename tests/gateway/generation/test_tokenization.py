@@ -62,7 +62,7 @@ async def test_text_that_cannot_fit_stops_nobody(serving: Serving, name: str) ->
     async with serving() as running, stalls() as found:
         reply = await running.client.post(path, content=sent, headers=JSON)
         assert reply.status_code == 400 and "token" in reply.text, reply.text[:500]
-    assert max(found) < 0.2, sorted(found)[-5:]
+    assert max(found) < 0.5, sorted(found)[-5:]
 
 
 async def test_nothing_of_a_refused_request_stays_in_memory(serving: Serving) -> None:

@@ -46,7 +46,7 @@ async def sent(client: openai.AsyncOpenAI, name: str, body: bytes, purpose: Any 
 
 
 async def processed(client: openai.AsyncOpenAI, store: str) -> Any:
-    for _ in range(600):
+    for _ in range(3000):
         found = await client.vector_stores.retrieve(store)
         if found.status != "in_progress":
             return found
@@ -317,7 +317,7 @@ async def test_a_store_that_nobody_uses_expires(serving: Serving, encoder_endpoi
         assert (await running.chat(rag=rag)).status_code == 400
         # What was in it is deleted, by whichever gateway looks first.
         sweeping = asyncio.create_task(knowledge._sweep())
-        for _ in range(200):
+        for _ in range(6000):
             if not (emptied := (await client.vector_stores.retrieve(store.id)).file_counts.total):
                 break
             await asyncio.sleep(0.01)

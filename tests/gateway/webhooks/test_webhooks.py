@@ -24,10 +24,11 @@ from penstock.storage import Database, open_database
 from penstock.telemetry.exposition import MetricRegistry
 from tests.gateway.accounting.test_admission import held
 from tests.gateway.api.test_background_responses import ended
-from tests.gateway.batches.test_batches import client_of, jsonl, over, request, store_url
+from tests.gateway.batches.test_batches import client_of, jsonl, over
+from tests.gateway.batches.test_batches import request as line
 from tests.gateway.conftest import Serving, eventually, until
+from tests.services import emptied
 
-__all__ = ["store_url"]  # a fixture: SQLite and PostgreSQL
 LOCAL = WebhooksConfig(enabled=True, networks=("127.0.0.0/8",), plain_http=True, timeout_s=5.0)
 
 
@@ -72,6 +73,15 @@ def receiver() -> Iterator[Receiver]:
     made.close()
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+async def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'x.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    await emptied(url)
+    return url
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "POLL_S", 0.01)
@@ -103,7 +113,7 @@ async def test_ends_of_responses_and_batches_are_told(
         await ended(running, begun.id)
         short = await client.responses.create(model="tiny", input="hi", background=True, max_output_tokens=2)
         await ended(running, short.id)
-        file = await client.files.create(file=("in.jsonl", jsonl(request("a"))), purpose="batch")
+        file = await client.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
         good = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )

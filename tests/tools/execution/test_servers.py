@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.identity.access import Access
 from penstock.storage import open_database
 from penstock.tools.execution import ToolError, ToolRegistry
-from penstock.tools.execution.mcp import RETRY_S
+from penstock.tools.execution.mcp import RETRY_S, McpTools
 from penstock.tools.execution.openapi import operations
 from penstock.tools.execution.specs import ToolSpec, ToolSpecStore
 from tests.ports import free_port
@@ -176,7 +176,7 @@ def test_a_configuration_that_cannot_work_is_said_at_the_start(tmp_path: Path) -
 async def test_an_mcp_server_over_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DESK_TOKEN", "t0ken")
     monkeypatch.setenv("HIDDEN", "must not be seen")
-    registry = ToolRegistry([desk(env=("DESK_TOKEN",), timeout_s=1)])
+    registry = ToolRegistry([desk(env=("DESK_TOKEN",), timeout_s=60)])
     try:
         functions = {function.name: function for function in (await registry.available(Access("acme")))["desk"]}
         assert set(functions) == {"add", "sleep", "fail", "crash", "big", "secret"}
@@ -185,8 +185,12 @@ async def test_an_mcp_server_over_standard_streams(monkeypatch: pytest.MonkeyPat
         assert await call(registry, "desk.secret") == ("t0ken", True)
         text, ok = await call(registry, "desk.fail")
         assert not ok and "no luck" in text
-        text, ok = await call(registry, "desk.sleep", seconds=60)
-        assert not ok and "within 1 s" in text
+        server = registry._servers["desk"].server
+        assert isinstance(server, McpTools)
+        patience, server._timeout_s = server._timeout_s, 0.5
+        text, ok = await call(registry, "desk.sleep", seconds=600)
+        assert not ok and "within 0.5 s" in text
+        server._timeout_s = patience
         both = await asyncio.gather(call(registry, "desk.add", a=1, b=1), call(registry, "desk.add", a=2, b=2))
         assert [text for text, _ in both] == ["2", "4"]
     finally:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.activation import ClampedSwiglu
+
 _SMALL_TOTAL = 1e-20
 """Added to the sum that sigmoid weights are divided by: all of them may be zero."""
 
@@ -56,9 +58,9 @@ class ExpertLinks:
     """[experts, K], 16 bits."""
     router_bias: Tensor | None
     gate_up: Tensor
-    """[experts, 2 * width, K]: gate rows, then up rows; gated by SiLU."""
+    """[experts, 2 * width, K]: gate rows, then up rows. Uint8: in MXFP4, in the rows of the backend."""
     gate_up_scale: Tensor | None
-    """Float32, one for every row of e4m3 weights. So are the others."""
+    """Float32, one for every row of weights in few bits. So are the others."""
     down: Tensor
     """[experts, K, width]"""
     down_scale: Tensor | None
@@ -71,14 +73,30 @@ class ExpertLinks:
     shared_down_scale: Tensor | None = None
     shared_gate: Tensor | None = None
     """[1, K]: the sigmoid of its product is what the shared expert is multiplied by."""
+    gate_up_bias: Tensor | None = None
+    """[experts, 2 * width]"""
+    down_bias: Tensor | None = None
+    """[experts, K]"""
+    clamped: ClampedSwiglu | None = None
+    """What gates; None: SiLU."""
 
     @property
     def weight(self) -> Tensor:
         """Of the matrices the first, for those who want to know where they are."""
         return self.router
 
+    def gated(self, y: Tensor) -> Tensor:
+        """What the activation makes of gates and ups [1, 2 * width]."""
+        gate, up = y.chunk(2, dim=-1)
+        if self.clamped is None:
+            return F.silu(gate) * up
+        alpha, limit = self.clamped.alpha, self.clamped.limit
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
     def apply(self, residual: Tensor, dtype: torch.dtype) -> None:
-        """On `residual` [1, K], in place; activations are rounded to `dtype`."""
+        """On `residual` [1, K], in place; activations are rounded to `dtype`. Not for weights in MXFP4."""
+        assert self.gate_up.dtype != torch.uint8
         wide = residual.float()
         x = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.norm.float()
         x = x.to(dtype).float()
@@ -86,11 +104,13 @@ class ExpertLinks:
         weights, chosen = self.choice(F.linear(x, self.router.float(), bias).to(dtype).float()[0])
         total = torch.zeros_like(wide)
         for weight, expert in zip(weights.tolist(), chosen.tolist(), strict=True):
-            up = _of(self.gate_up_scale, expert)
-            total += weight * _mlp(x, self.gate_up[expert], up, self.down[expert], _of(self.down_scale, expert), dtype)
+            inner = _times(x, self.gate_up[expert], _of(self.gate_up_scale, expert))
+            inner = self.gated(inner + _bias(self.gate_up_bias, expert)).to(dtype).float()
+            out = _times(inner, self.down[expert], _of(self.down_scale, expert))
+            total += weight * (out + _bias(self.down_bias, expert))
         if self.shared_gate_up is not None and self.shared_down is not None:
-            parts = (self.shared_gate_up, self.shared_gate_up_scale, self.shared_down, self.shared_down_scale)
-            shared = _mlp(x, *parts, dtype)
+            y = _times(x, self.shared_gate_up, self.shared_gate_up_scale)
+            shared = _times(self.gated(y).to(dtype).float(), self.shared_down, self.shared_down_scale)
             if self.shared_gate is not None:
                 shared = shared * F.linear(x, self.shared_gate.float()).to(dtype).float().sigmoid()
             total += shared
@@ -101,10 +121,10 @@ def _of(scales: Tensor | None, expert: int) -> Tensor | None:
     return None if scales is None else scales[expert]
 
 
-def _mlp(
-    x: Tensor, gate_up: Tensor, up_scale: Tensor | None, down: Tensor, down_scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    y = F.linear(x, gate_up.float())
-    gate, up = (y if up_scale is None else y * up_scale).chunk(2, dim=-1)
-    out = F.linear((F.silu(gate) * up).to(dtype).float(), down.float())
-    return out if down_scale is None else out * down_scale
+def _bias(biases: Tensor | None, expert: int) -> Tensor | float:
+    return 0.0 if biases is None else biases[expert].to(torch.float32)
+
+
+def _times(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    y = F.linear(x, weight.float())
+    return y if scale is None else y * scale

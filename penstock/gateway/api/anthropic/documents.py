@@ -31,6 +31,7 @@ async def _read(reading: FileReading, block: DocumentBlock, at: str) -> None:
     source = block.source
     if isinstance(id := source.get("file_id"), str) and source["type"] == "file":
         found = await reading.stored(id, f"{at}.source.file_id")
+        block.title = block.title or found.name
     elif isinstance(data := source.get("data"), str) and data:
         media_type = source.get("media_type")
         found = await reading.sent(
@@ -38,7 +39,6 @@ async def _read(reading: FileReading, block: DocumentBlock, at: str) -> None:
         )
     else:
         return
-    block.title = block.title or found.name
     block.source = {"type": "text", "data": found.text}
 
 

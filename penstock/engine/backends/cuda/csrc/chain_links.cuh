@@ -17,9 +17,9 @@ constexpr uint32_t ALL = 0xffffffffu;
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // SCORES to GATES: of a layer of experts, see product_chain.cu.
-enum Form { FP8 = 1, NORM = 2, GATED = 4, RESIDUAL = 8, BIAS = 16, SCORES = 32, EACH = 64, SUM = 128, SHARED = 256, GATES = 512 };
+enum Form { FP8 = 1, NORM = 2, GATED = 4, RESIDUAL = 8, BIAS = 16, SCORES = 32, EACH = 64, SUM = 128, SHARED = 256, GATES = 512, FP4 = 1024, WIDE = 2048 };
 
-// One product. FORM: the weights are e4m3 with a scale for each row (else bfloat16); the input is the RMS-normalized
+// One product. FORM: the weights are e4m3 or MXFP4 with a scale for each row (else bfloat16); the input is the RMS-normalized
 // residual stream (else what the product before it gave); the rows are those of a gate and as many to be gated; the
 // result is added to the residual stream (else written); there is a bias.
 // Of experts: the result is the SCORES by which they are chosen; the rows are those of EACH visited expert, one after
@@ -31,12 +31,15 @@ struct Link {
     static constexpr int inputs = INPUTS, outputs = OUTPUTS, slices = SLICES, width = WIDTH;
     static constexpr bool fp8 = FORM & FP8, norm = FORM & NORM, gated = FORM & GATED, residual = FORM & RESIDUAL;
     static constexpr bool bias = FORM & BIAS, scores = FORM & SCORES, each = FORM & EACH, sum = FORM & SUM;
-    static constexpr bool shared = FORM & SHARED, gates = FORM & GATES;
-    static constexpr int row_bytes = INPUTS * (fp8 ? 1 : 2);
-    static constexpr int per_lane = fp8 ? 16 : 8;  // weights of a piece
-    static constexpr int span = ceil_div(row_bytes, UNIT);
+    static constexpr bool shared = FORM & SHARED, gates = FORM & GATES, fp4 = FORM & FP4, scaled = fp8 || fp4;
+    static constexpr bool wide = FORM & WIDE;  // gains of the norm are float32
+    static constexpr int per_lane = fp4 ? 32 : fp8 ? 16 : 8;  // weights of a piece
+    static constexpr int lanes = fp4 ? 30 : 32;               // whose pieces are weights; see kernels/mxfp4_rows.py
+    static constexpr int per_unit = lanes * per_lane;
+    static constexpr int span = ceil_div(INPUTS, per_unit);
+    static constexpr int row_bytes = fp4 ? span * UNIT : INPUTS * (fp8 ? 1 : 2);
     static constexpr int visited = sum ? TOP_K * span : span;  // units of a row, without those of a shared expert
-    static constexpr int units = visited + ceil_div(WIDTH * (fp8 ? 1 : 2), UNIT);
+    static constexpr int units = visited + ceil_div(WIDTH, per_unit);
     static constexpr int columns = ceil_div(units, SLICES);  // units of a row for one warp
     static constexpr int groups = WARPS / SLICES;
     static constexpr int rows = each ? TOP_K * OUTPUTS : OUTPUTS;

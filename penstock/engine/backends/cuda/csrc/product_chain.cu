@@ -39,11 +39,11 @@ struct Finish {
     // `output` of all those that a scale or a bias is for; of experts it counts through all of them.
     template <class L>
     __device__ __forceinline__ void load_constants(const LinkArguments& link, int output) {
-        if constexpr (L::fp8 && !L::sum) {
+        if constexpr (L::scaled && !L::sum) {
             scale = __ldg(link.scale + output);
             if constexpr (L::gated) up_scale = __ldg(link.scale + L::outputs + output);
         }
-        if constexpr (L::bias) {
+        if constexpr (L::bias && !L::sum) {
             bias = bf16_to_float(__ldg(link.bias + output));
             if constexpr (L::gated) up_bias = bf16_to_float(__ldg(link.bias + L::outputs + output));
         }
@@ -60,7 +60,31 @@ struct Memory {
     float* sums;          // [slices][parts][most_rows]
 };
 
+// Of an output, the biases of all visited experts; load_constants has those of other links.
+template <class L>
+__device__ __forceinline__ float sum_biases(const LinkArguments& link, const Memory& memory, int output) {
+    float sum = 0.0f;
+    if constexpr (L::bias && L::sum) {
+#pragma unroll
+        for (int visit = 0; visit < TOP_K; ++visit)
+            sum += memory.weights[visit] *
+                   bf16_to_float(__ldg(link.bias + memory.experts[visit] * L::outputs + output));
+    }
+    return sum;
+}
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// What a gate makes of itself and what it gates; with LIMIT clamped, as gpt-oss has it.
+__device__ __forceinline__ float gated(float gate, float up) {
+#ifdef LIMIT
+    gate = fminf(gate, LIMIT);
+    up = fminf(fmaxf(up, -LIMIT), LIMIT) + 1.0f;
+    return gate * sigmoid(ALPHA * gate) * up;
+#else
+    return gate * sigmoid(gate) * up;
+#endif
+}
 
 // The top bit of the counter when so many waits of this launch are over.
 __device__ __forceinline__ uint32_t phase_after(uint32_t begun, int waits) {
@@ -95,6 +119,12 @@ __device__ __forceinline__ void load_scales(const LinkArguments& link, const Mem
     }
 }
 
+// The power of this lane's piece of a unit in MXFP4, which starts at `piece`.
+__device__ __forceinline__ uint32_t power_of(const unsigned char* piece) {
+    const int lane = threadIdx.x % 32;
+    return uint32_t(piece[30 * PIECE + lane - lane * PIECE]) * 0x00800080u;
+}
+
 template <int I>
 __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, const Arguments& arguments,
                                     const Memory& memory) {
@@ -117,7 +147,9 @@ __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, c
     } else {
         if (own < count) finish.load_constants<L>(link, first + own);
     }
-    if constexpr (L::fp8 && L::sum) load_scales<L>(link, memory);
+    if constexpr (L::scaled && L::sum) load_scales<L>(link, memory);
+    if constexpr (L::bias && L::sum)
+        if (own < count) finish.bias = sum_biases<L>(link, memory, first + own);
     if constexpr (I == 0) {
         wait_dependencies();
         begun = load_relaxed(arguments.counter) & GRID_PHASE;
@@ -153,6 +185,7 @@ __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, c
 #pragma unroll
             for (int c = 0; c < L::columns; ++c) {
                 cp_async_wait<STAGES - 1>();
+                if constexpr (L::fp4) __syncwarp();  // powers were copied by other lanes
                 unsigned char* stage = memory.ring + slot;
                 slot = slot + STAGE == RING ? 0 : slot + STAGE;
 #if MULTIPLIES
@@ -160,13 +193,22 @@ __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, c
                 for (int r = 0; r < ROWS; r += 2) {
                     const uint4 even = *reinterpret_cast<const uint4*>(stage + r * UNIT);
                     const uint4 odd = *reinterpret_cast<const uint4*>(stage + (r + 1) * UNIT);
-                    if (r + 2 == ROWS) fill(source, stage, arguments);  // all of it has been read
-                    found.add(even, odd, r, inputs, c);
+                    if constexpr (L::fp4) {
+                        const uint32_t by_even = power_of(stage + r * UNIT), by_odd = power_of(stage + (r + 1) * UNIT);
+                        if (r + 2 == ROWS) {
+                            __syncwarp();  // before two lanes copy the next powers
+                            fill(source, stage, arguments);
+                        }
+                        found.add_fp4(even, odd, by_even, by_odd, r, inputs, c);
+                    } else {
+                        if (r + 2 == ROWS) fill(source, stage, arguments);  // all of it has been read
+                        found.add(even, odd, r, inputs, c);
+                    }
                 }
 #else
                 fill(source, stage, arguments);
 #endif
-                if constexpr (L::fp8 && L::sum) {  // other experts have other scales
+                if constexpr (L::scaled && L::sum) {  // other experts have other scales
                     const int visit = min(unit_of<L>(c) / L::span, TOP_K);
                     float part_of[ROWS];
                     found.get(part_of, inputs);
@@ -177,7 +219,7 @@ __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, c
                     found = Sums<L>();
                 }
             }
-            if constexpr (!(L::fp8 && L::sum)) found.get(each, inputs);
+            if constexpr (!(L::scaled && L::sum)) found.get(each, inputs);
             const float sum = sum_rows(each);
             const int local = row + lane / 8 * L::groups;
             if (lane % 8 == 0 && local < rows) sums[local] = sum;
@@ -197,6 +239,7 @@ __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, c
         if (output != own) {
             const int before = L::each ? (2 * memory.experts[visit] - visit) * L::outputs : 0;
             finish.load_constants<L>(link, before + first + output);
+            if constexpr (L::bias && L::sum) finish.bias = sum_biases<L>(link, memory, first + output);
             if constexpr (L::residual) finish.before = bf16_to_float(load_fresh(arguments.residual + first + output));
         }
         float y = 0.0f, up = 0.0f;
@@ -208,7 +251,7 @@ __device__ __forceinline__ void run(Source& source, int& slot, uint32_t begun, c
         y = y * inverse * finish.scale + finish.bias;
         if constexpr (L::gated) {
             up = up * inverse * finish.up_scale + finish.up_bias;
-            y = y * sigmoid(y) * up;
+            y = gated(y, up);
         }
         if constexpr (L::each) y *= memory.weights[visit];
         if constexpr (L::shared && L::gates) y *= *memory.gate;

@@ -22,7 +22,8 @@ from penstock.engine.backends.cuda.kernels.chain_arguments import (
     arguments_of,
 )
 from penstock.engine.backends.cuda.kernels.chain_products import Product, Role, products_of
-from penstock.engine.backends.interface import AnyLink, ExpertChoice
+from penstock.engine.backends.cuda.kernels.mxfp4_rows import row_bytes
+from penstock.engine.backends.interface import AnyLink, ClampedSwiglu, ExpertChoice
 
 SOURCE = "product_chain.cu"
 ENTRY = "product_chain"
@@ -36,7 +37,7 @@ _FEW, _MORE, _ORDINARY = 80, 96, 128
 """Registers of a lane that are enough: with few inputs, with more or experts, and for ordinary arithmetic."""
 _SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
-_FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS", "GATES")
+_FORMS = ("FP8", "FP4", "NORM", "GATED", "RESIDUAL", "BIAS", "GATES", "WIDE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class LinkPlan:
     outputs: int
     """Of one expert, both."""
     fp8: bool
+    fp4: bool
     norm: bool
     gated: bool
     residual: bool
@@ -76,6 +78,8 @@ class LinkPlan:
     columns: int
     role: Role = Role.DENSE
     gates: bool = False
+    wide: bool = False
+    """Whether the gains of the norm are float32."""
     width: int = 0
     """Of a shared expert, whose inputs come behind the others."""
     visits: int = 1
@@ -83,7 +87,7 @@ class LinkPlan:
 
     @property
     def row_bytes(self) -> int:
-        return self.inputs * (1 if self.fp8 else 2)
+        return _row_bytes(self.inputs, self.fp8, self.fp4)
 
     @property
     def rows(self) -> int:
@@ -96,12 +100,12 @@ class LinkPlan:
     @property
     def words(self) -> int:
         """Registers of a lane for its inputs."""
-        return _words(self.columns, self.fp8, self.norm)
+        return _words(self.columns, self.fp8, self.fp4, self.norm)
 
     @property
     def text(self) -> str:
         """As the source has it."""
-        flags = (self.fp8, self.norm, self.gated, self.residual, self.bias, self.gates)
+        flags = (self.fp8, self.fp4, self.norm, self.gated, self.residual, self.bias, self.gates, self.wide)
         names = [name for name, on in zip(_FORMS, flags, strict=True) if on]
         form = "|".join(names if self.role is Role.DENSE else [*names, self.role.value]) or "0"
         return f"Link<{self.inputs},{self.outputs},{self.slices},{form}{f',{self.width}' if self.width else ''}>"
@@ -115,6 +119,7 @@ class ChainPlan:
     links: tuple[LinkPlan, ...]
     experts: int = 1
     choice: ExpertChoice | None = None
+    clamped: ClampedSwiglu | None = None
 
     @property
     def shared_bytes(self) -> int:
@@ -130,7 +135,7 @@ class ChainPlan:
     @property
     def _scales(self) -> int:
         """Floats for those of a sum over experts."""
-        sums = [link for link in self.links if link.role is Role.SUM and link.fp8]
+        sums = [link for link in self.links if link.role is Role.SUM and (link.fp8 or link.fp4)]
         return sum((link.visits + (link.width > 0)) * -(-link.outputs // self.shape.blocks) for link in sums)
 
     @property
@@ -159,6 +164,8 @@ class ChainPlan:
                 "FACTOR": f"{float(choice.scale)!r}f",
                 "SCALES": self._scales,
             }
+        if self.clamped is not None:
+            found |= {"ALPHA": f"{float(self.clamped.alpha)!r}f", "LIMIT": f"{float(self.clamped.limit)!r}f"}
         return found
 
     @property
@@ -213,25 +220,28 @@ def plan_chain(links: Sequence[AnyLink], shape: ChainShape) -> ChainPlan | None:
         return None
     choice = next((product.choice for product in products if product.choice is not None), None)
     experts = next((len(product.weight) for product in products if product.role is Role.SCORES), 1)
-    found = ChainPlan(shape, tuple(plan for plan in plans if plan is not None), experts, choice)
+    clamped = next((product.clamped for product in products if product.clamped is not None), None)
+    found = ChainPlan(shape, tuple(plan for plan in plans if plan is not None), experts, choice, clamped)
     return found if found.shared_bytes <= _SHARED else None
 
 
 def _plan(product: Product, shape: ChainShape) -> LinkPlan | None:
     """With few registers for inputs if that is possible; then as few stages for each warp as can be."""
-    fp8, role, size = product.fp8, product.role, 1 if product.fp8 else 2
+    fp8, fp4, role = product.fp8, product.fp4, product.role
+    if fp4 and not shape.tensor:
+        return None
     visits = product.choice.top_k if product.choice is not None and role in (Role.EACH, Role.SUM) else 1
     if role is Role.EACH and product.outputs < _ROWS * shape.warps:
         return None  # a stage has rows of two visits at most
-    units = _units(product.inputs * size)
+    units = _units(_row_bytes(product.inputs, fp8, fp4))
     if role is Role.SUM:
-        units = visits * units + _units(product.width * size)
+        units = visits * units + _units(_row_bytes(product.width, fp8, fp4))
     rows = -(-product.outputs * (visits if role is Role.EACH else 1) // shape.blocks)
     norm = product.norm is not None
     best: tuple[int, int, int, int] | None = None
     for slices in (1 << bit for bit in range(shape.warps.bit_length())):
         columns = -(-units // slices)
-        words = _words(columns, fp8, norm)
+        words = _words(columns, fp8, fp4, norm)
         if shape.warps % slices or words > _MOST_WORDS:
             continue
         stages = -(-rows // (_ROWS * (shape.warps // slices))) * columns
@@ -243,6 +253,7 @@ def _plan(product: Product, shape: ChainShape) -> LinkPlan | None:
         product.inputs,
         product.outputs,
         fp8,
+        fp4,
         norm,
         product.gated,
         product.residual,
@@ -251,6 +262,7 @@ def _plan(product: Product, shape: ChainShape) -> LinkPlan | None:
         columns=best[2],
         role=role,
         gates=product.gate is not None,
+        wide=product.norm is not None and product.norm.dtype == torch.float32,
         width=product.width,
         visits=visits,
     )
@@ -264,7 +276,7 @@ def _parts(product: Product, plan: LinkPlan) -> Iterator[Part]:
         span = _units(size)
         reciprocal, visited = -(-(1 << 16) // span), plan.visits * span
         assert all(unit * reciprocal >> 16 == unit // span for unit in range(visited))
-        wide = plan.width * size // plan.inputs
+        wide = _row_bytes(plan.width, plan.fp8, plan.fp4)
         step = plan.outputs * size
         yield Part(_at(weight), _at(product.shared), step, *rows, OF_SUM, span, reciprocal, visited, wide, 0)
         return
@@ -283,9 +295,13 @@ def _units(row_bytes: int) -> int:
     return -(-row_bytes // _UNIT)
 
 
-def _words(columns: int, fp8: bool, norm: bool) -> int:
+def _row_bytes(inputs: int, fp8: bool, fp4: bool) -> int:
+    return row_bytes(inputs) if fp4 else inputs * (1 if fp8 else 2)
+
+
+def _words(columns: int, fp8: bool, fp4: bool, norm: bool) -> int:
     """In bfloat16 those with gains are two numbers each."""
-    return columns * (8 if fp8 or norm else 4)
+    return columns * (16 if fp4 else 8 if fp8 or norm else 4)
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -9,7 +9,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import FP8, AnyLink, ExpertChoice, ExpertLinks, Link
+from penstock.engine.backends.cuda.kernels.mxfp4_rows import row_bytes
+from penstock.engine.backends.interface import FP8, AnyLink, ClampedSwiglu, ExpertChoice, ExpertLinks, Link
 
 
 class Role(Enum):
@@ -42,11 +43,15 @@ class Product:
     shared: Tensor | None = None
     """Of SUM: the shared expert's [N, its width]."""
     shared_scale: Tensor | None = None
+    depth: int = 0
+    """Inputs of weights in MXFP4, whose rows do not say it."""
+    clamped: ClampedSwiglu | None = None
+    """What gates visited experts; None: SiLU."""
 
     @property
     def inputs(self) -> int:
         """Of one expert."""
-        return self.weight.shape[-1]
+        return self.depth if self.fp4 else self.weight.shape[-1]
 
     @property
     def outputs(self) -> int:
@@ -63,18 +68,24 @@ class Product:
         return self.weight.dtype == FP8
 
     @property
+    def fp4(self) -> bool:
+        return self.weight.dtype == torch.uint8
+
+    @property
     def fits(self) -> bool:
-        """Bfloat16 all over, but for weights in e4m3 with scales; rows of whole pieces of 16 bytes."""
+        """Bfloat16 all over, but for weights in e4m3 or MXFP4 with scales, and float32 gains; rows of whole pieces."""
         weights = [one for one in (self.weight, self.shared) if one is not None]
         scales = [self.scale] if self.shared is None else [self.scale, self.shared_scale]
-        scaled = self.fp8 and all(one is not None and one.dtype == torch.float32 for one in scales)
+        scaled = (self.fp8 or self.fp4) and all(one is not None and one.dtype == torch.float32 for one in scales)
         plain = self.weight.dtype == torch.bfloat16 and all(one is None for one in scales)
-        others = [one for one in (self.bias, self.norm, self.gate) if one is not None]
+        others = [one for one in (self.bias, self.gate) if one is not None]
+        gains = [] if self.norm is None else [self.norm]
         return (
             (scaled or plain)
             and all(one.dtype == self.weight.dtype and one.shape[-1] % 16 == 0 for one in weights)
             and all(one.dtype == torch.bfloat16 for one in others)
-            and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (*weights, *others))
+            and all(one.dtype in (torch.bfloat16, torch.float32) for one in gains)
+            and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (*weights, *others, *gains))
         )
 
 
@@ -95,11 +106,12 @@ def _products(link: AnyLink) -> list[Product]:
         link.router, bias=link.router_bias, norm=link.norm, eps=link.eps, role=Role.SCORES, choice=choice, gate=gate
     )
     each = Product(
-        link.gate_up, link.gate_up_scale, norm=link.norm, eps=link.eps, gated=True, role=Role.EACH, choice=choice
-    )
+        link.gate_up, link.gate_up_scale, link.gate_up_bias, link.norm, link.eps, gated=True, role=Role.EACH,
+        choice=choice, depth=link.norm.shape[0], clamped=link.clamped,
+    )  # fmt: skip
     total = Product(
-        link.down, link.down_scale, residual=True, role=Role.SUM, choice=choice,
-        shared=link.shared_down, shared_scale=link.shared_down_scale,
+        link.down, link.down_scale, link.down_bias, residual=True, role=Role.SUM, choice=choice,
+        shared=link.shared_down, shared_scale=link.shared_down_scale, depth=link.gate_up.shape[1] // 2,
     )  # fmt: skip
     if link.shared_gate_up is None:
         return [scores, each, total]
@@ -140,9 +152,14 @@ def _fit_together(link: ExpertLinks) -> bool:
     choice, correction = link.choice, link.choice.correction
     shared = (link.shared_gate_up, link.shared_down)
     both = [one for one in shared if one is not None]
+    packed = link.gate_up.dtype == torch.uint8
+    wide, narrow = (row_bytes(hidden), row_bytes(rows // 2)) if packed else (hidden, rows // 2)
     return (
-        inputs == hidden
-        and tuple(link.down.shape) == (experts, hidden, rows // 2)
+        inputs == wide
+        and tuple(link.down.shape) == (experts, hidden, narrow)
+        and link.down.dtype == link.gate_up.dtype
+        and (not packed or (hidden % 32 == 0 and rows % 64 == 0 and not both and link.choice.top_k <= 16))
+        and (not both or link.clamped is None)
         and tuple(link.router.shape) == (experts, hidden)
         and choice.top_k <= min(experts, 31)
         and experts <= 1024

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.kernels.common import ceil_div
 from penstock.engine.loading.mxfp4 import Mxfp4
 
 STEP = 64
@@ -80,12 +79,12 @@ class Mxfp4Fragments:
 
 def fragments(weight: Mxfp4, *, paired: bool) -> Mxfp4Fragments:
     out, inputs = weight.shape
-    steps = ceil_div(inputs, STEP)
+    steps = -(-inputs // STEP)
     codes = torch.stack((weight.blocks & 15, weight.blocks >> 4), -1).view(out, inputs).to(torch.int32)
     codes = F.pad(codes, (0, steps * STEP - inputs))
     top = weight.scales.to(torch.int32).amax(1, keepdim=True)
     powers = (weight.scales.to(torch.int32) - top + TOP).clamp_(min=0)
-    spans = ceil_div(steps, 4)
+    spans = -(-steps // 4)
     powers = F.pad(powers, (0, spans * 8 - inputs // 32))
     # tile, half, g, step, t, r, e; and tile, half, g, span, step of it, t // 2
     split = _tiles(codes, paired, steps, 4, 8, 2)
