@@ -126,7 +126,7 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
 
 async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str, Path], tmp_path: Path) -> None:
     large = write_adapter(tmp_path / "large", base, rank=32)
-    turned = write_adapter(tmp_path / "turned", base, peft_type="BOFT")
+    turned = write_adapter(tmp_path / "turned", base, peft_type="HRA")
     async with serving(base, text, AdapterSpec("large", str(large)), adapter_slots=2, adapter_rank=16) as client:
 
         async def load(**body: Any) -> tuple[int, str]:
@@ -146,7 +146,7 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert state == "failed"
         for body, status, sentence in (
             ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "There is no adapter folder"),
-            ({"name": "x", "source": str(turned)}, 400, "peft_type BOFT is not supported"),
+            ({"name": "x", "source": str(turned)}, 400, "peft_type HRA is not supported"),
             ({"name": "x", "source": str(turned)}, 400, "merge it into the model (peft: merge_and_unload)"),
             ({"name": "tiny"}, 400, "already the name of another model"),
             ({"name": "small"}, 400, "already the name of another model"),
