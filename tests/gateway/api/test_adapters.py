@@ -138,7 +138,7 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
         state = ""
-        for _ in range(500):  # the engine tells of it a moment after the request has failed
+        for _ in range(6000):  # the engine tells of it a moment after the request has failed
             state = (await client.get("/v1/admin/adapters")).json()["data"][0]["state"]
             if state == "failed":
                 break
