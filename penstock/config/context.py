@@ -75,9 +75,9 @@ class ToolServerConfig:
         return "" if "\n" in self.openapi or self.openapi.lstrip().startswith("{") else self.openapi
 
     @property
-    def variables(self) -> list[str]:
-        """Environment variables that it reads."""
-        return [*self.env, *(name for header in self.headers for name in VARIABLE.findall(header))]
+    def header_variables(self) -> list[str]:
+        """Environment variables that headers name."""
+        return [name for header in self.headers for name in VARIABLE.findall(header)]
 
 
 @dataclass(frozen=True, slots=True)

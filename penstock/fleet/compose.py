@@ -174,7 +174,8 @@ def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, 
     for section in _IN_REDIS:
         made["environment"][f"PENSTOCK_{section.upper()}__URL__FILE"] = f"{_SECRETS}/redis-url"
     # Without a value: that of the shell which starts the project, or of its file .env.
-    made["environment"] |= dict.fromkeys((*credentials(config), *source_variables(origins)))
+    in_headers = [name for server in config.tool_servers for name in server.header_variables]
+    made["environment"] |= dict.fromkeys((*credentials(config), *in_headers, *source_variables(origins)))
     made["environment"]["PENSTOCK_STORE__URL__FILE"] = f"{_SECRETS}/store-url"
     made["secrets"].append("store-url")
     made["depends_on"]["postgres"] = {"condition": "service_healthy"}

@@ -19,7 +19,7 @@ def credentials(config: Config) -> tuple[str, ...]:
     if any(remote.dialect == "bedrock" and not remote.key_env and not remote.key_file for remote in config.remotes):
         named += ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
     named += [rule.key_env for rule in config.guardrails]
-    named += [variable for server in config.tool_servers for variable in server.variables]
+    named += [variable for server in config.tool_servers for variable in server.env]
     return tuple(dict.fromkeys(filter(None, named)))
 
 
