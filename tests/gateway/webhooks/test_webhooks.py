@@ -451,7 +451,7 @@ async def test_a_fault_is_an_attempt_too(tmp_path: Path, receiver: Receiver) -> 
     async def broken(*_: Any) -> int:
         raise ZeroDivisionError
 
-    client.post = broken  # type: ignore[method-assign]
+    client.post = broken  # type: ignore[method-assign, assignment]
     await WebhookDeliveries(store, client, LOCAL, MetricRegistry())._deliver(*claimed)
     assert await database.fetch("SELECT attempts FROM webhook_deliveries") == [(1,)]
     await client.close()
