@@ -25,7 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
 """Kinds that put tokens before every prompt: rows of the embedding, or keys and values."""
 
-_OF_OUTPUTS = ("IA3", "BEFT", "LN_TUNING")
+_OF_OUTPUTS = ("IA3", "BEFT", "LN_TUNING", "BOFT")
 """Kinds that change single outputs of linears, or norms."""
 _ENDS = ("embed_tokens", "lm_head")
 """Modules that may be saved as a whole and are no norms."""
@@ -136,12 +136,16 @@ def input_blocks(folder: Path) -> dict[str, int]:
     turns none, or cannot be read."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        if config.get("peft_type") != "OFT":
+        stored = {"OFT": ".oft_R", "BOFT": ".boft_R"}.get(config.get("peft_type"))
+        if stored is None:
             return {}
-        shapes = {name: tensor["shape"] for name, tensor in _header(folder).items() if ".oft_R" in name}
+        shapes = {name.partition(stored): tensor["shape"] for name, tensor in _header(folder).items()}
         return {
-            name.partition(".oft_R")[0].removeprefix("base_model.model."): (1 + math.isqrt(1 + 8 * shape[1])) // 2
-            for name, shape in shapes.items()
+            path.removeprefix("base_model.model."): (1 + math.isqrt(1 + 8 * shape[1])) // 2
+            if stored == ".oft_R"
+            else shape[2] << min(shape[0] - 1, 16)
+            for (path, found, _), shape in shapes.items()
+            if found
         }
     except _UNREADABLE:
         return {}

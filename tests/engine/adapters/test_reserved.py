@@ -74,7 +74,7 @@ def stored_bytes(blocks: InputBlocks | None) -> int:
     return sum(4 * part.numel() for part in tensors.values())
 
 
-@pytest.mark.parametrize("name", ["oft", "oft-exact", "oft-bound"])
+@pytest.mark.parametrize("name", ["oft", "oft-exact", "oft-bound", "boft", "boft-butterfly"])
 def test_room_for_blocks_is_what_an_adapter_takes(base: Path, tmp_path: Path, name: str) -> None:
     folder = write_kind(tmp_path / name, base, name)
     layout = layout_of(read_config(json.loads((base / "config.json").read_text())))

@@ -99,8 +99,7 @@ def alone(base: Path, specs: tuple[AdapterSpec, ...]) -> dict[str, list[int]]:
     "family",
     [
         "llama-mqa-tied",
-        "granite",
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "qwen3-next")),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("granite", "gemma2", "qwen3-next")),
     ],
 )
 def test_answers_are_those_behind_the_rows(tmp_path: Path, family: str) -> None:
@@ -119,6 +118,7 @@ def test_answers_are_those_behind_the_rows(tmp_path: Path, family: str) -> None:
     assert_idle(engine)
 
 
+@pytest.mark.slow  # quick beside prefixes: `test_prefixes.py`
 def test_in_company_each_request_gets_what_it_gets_alone(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
 ) -> None:
@@ -131,7 +131,8 @@ def test_in_deterministic_company_too(base: Path, specs: tuple[AdapterSpec, ...]
     assert_same_in_deterministic_company(base, specs, mixed)
 
 
-@pytest.mark.parametrize("grid", [(2, 2), pytest.param((1, 3), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(2, 2), (1, 3)], ids=str)
 def test_ranks_give_the_same(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]
 ) -> None:

@@ -126,7 +126,7 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
 
 async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str, Path], tmp_path: Path) -> None:
     large = write_adapter(tmp_path / "large", base, rank=32)
-    turned = write_adapter(tmp_path / "turned", base, peft_type="BOFT")
+    turned = write_adapter(tmp_path / "turned", base, peft_type="HRA")
     async with serving(base, text, AdapterSpec("large", str(large)), adapter_slots=2, adapter_rank=16) as client:
 
         async def load(**body: Any) -> tuple[int, str]:
@@ -138,7 +138,7 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
         state = ""
-        for _ in range(500):  # the engine tells of it a moment after the request has failed
+        for _ in range(6000):  # the engine tells of it a moment after the request has failed
             state = (await client.get("/v1/admin/adapters")).json()["data"][0]["state"]
             if state == "failed":
                 break
@@ -146,7 +146,7 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert state == "failed"
         for body, status, sentence in (
             ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "There is no adapter folder"),
-            ({"name": "x", "source": str(turned)}, 400, "peft_type BOFT is not supported"),
+            ({"name": "x", "source": str(turned)}, 400, "peft_type HRA is not supported"),
             ({"name": "x", "source": str(turned)}, 400, "merge it into the model (peft: merge_and_unload)"),
             ({"name": "tiny"}, 400, "already the name of another model"),
             ({"name": "small"}, 400, "already the name of another model"),
