@@ -25,6 +25,8 @@ from penstock.fleet.surroundings import credentials, files, is_local, servers_on
 ENGINE_PORT = 5555
 STOP_MARGIN_S = 30
 _SECRETS = "/run/secrets"
+_HOME = "/var/lib/penstock"
+"""Volume of the image, where its user writes; the rest of a container is read-only."""
 _IN_REDIS = ("counters", "admission", "conversations", "cache")
 """Sections of gateways whose `url` is that of Redis."""
 
@@ -67,6 +69,8 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{where}: time_slice: models in turn on one GPU need the gateways of `penstock serve`"
         if model.placement is not None:
             yield f"{where}: placement: the containers of a project are on one machine"
+        if model.disk_memory and not model.disk_path.startswith((f"{_HOME}/", "~/")):
+            yield f"{where}: disk_path: containers write below {_HOME} only; name a folder there"
         apart = {"replica_roles": model.replica_roles, "replica_grids": model.replica_grids}
         for setting, values in apart.items():
             if values:
@@ -184,7 +188,7 @@ def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, 
         "hostname": f"gateway-{number}",
         "ports": [f"{port + number - 1}:{port}"],
         "volumes": [
-            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "state:/var/lib/penstock",
+            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", f"state:{_HOME}",
             *_mounts(*filter(is_local, origins), *(path for _, path in files(config) if path)),
         ],
         "ulimits": {"nofile": {"soft": 65536, "hard": 65536}},
@@ -204,7 +208,7 @@ def _engine(
         ],
         # Of one cache, so that a model is downloaded once.
         "volumes": [
-            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "models:/var/lib/penstock",
+            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", f"models:{_HOME}",
             *_mounts(*filter(is_local, sources(model))),
         ],
         "deploy": {"replicas": model.replicas if pool is None else pool.replicas},

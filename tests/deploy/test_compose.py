@@ -78,6 +78,7 @@ def test_it_follows_the_configuration() -> None:
         ("models: [{source: smollm2-135m, time_slice: gpu0}]", r"the gateways of `penstock serve`"),
         ("models: [{replicas: 2, replica_roles: [prefill, decode]}]", r"containers of a service are alike"),
         ("models: [{source: ./model}]", r"write an absolute path"),
+        ("models: [{host_memory: 1GiB, disk_memory: 1GiB, disk_path: /var/cache}]", r"name a folder there"),
         ("watermark: {secret_file: w.secret}", r"watermark.secret_file: w.secret is mounted .* write an absolute path"),
         ("tool_servers: [{name: t, openapi: shop.yaml}]", r"tool_servers\[0\].openapi: .* write an absolute path"),
         (
@@ -96,7 +97,7 @@ def test_what_a_project_cannot_do_is_refused_with_the_reason(text: str, why: str
 SURROUNDED = """
 models:
   - {name: own, source: /srv/own, adapters: [{name: a, source: /srv/a}]}
-  - {name: far, source: hf:o/n}
+  - {name: far, source: hf:o/n, host_memory: 1GiB, disk_memory: 1GiB, disk_path: /var/lib/penstock/blocks}
   - {name: stored, source: /srv/c:$x, adapters: [{name: b, source: s3://bucket/b}]}
 remotes: [{name: r, model: m, urls: ['https://api.example.com/v1'], key_env: THEIR_KEY}]
 watermark: {secret_file: /srv/watermark.secret}
