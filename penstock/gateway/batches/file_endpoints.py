@@ -89,7 +89,7 @@ class FileEndpoints:
                         upload.content,
                         user=caller.user,
                         keep_s=keep_s,
-                        media_type=_media_type(upload),
+                        media_type=media_type(upload.media_type),
                     )
             except DatabaseError as error:
                 raise away() from error
@@ -178,9 +178,9 @@ def _shown(file: File, anthropic: bool) -> dict[str, Any]:
     return anthropic_files.metadata(file) if anthropic else file.shown()
 
 
-def _media_type(upload: Field) -> str:
+def media_type(said: str) -> str:
     """What the client says of its file; unknown words say nothing."""
-    said = upload.media_type.partition(";")[0].strip().lower()
+    said = said.partition(";")[0].strip().lower()
     return said if _MEDIA_TYPE.fullmatch(said) and said != BYTES.decode() else ""
 
 

@@ -54,6 +54,10 @@ async def test_the_life_of_a_file(serving: Serving, text: TextModel, tmp_path: P
         assert (old.json()["last_id"], old.json()["has_more"]) == (csv.id, True)
         assert [file.id async for file in files.list(ids=[made.id, "file-none", made.id])] == [made.id]
         assert [file.purpose async for file in other.files.list(order="asc")] == ["user_data"] * 3
+        parts = await other.uploads.create(bytes=2, filename="in-parts", mime_type="Text/HTML", purpose="user_data")
+        part = await other.uploads.parts.create(parts.id, data=b"ab")
+        whole = (await other.uploads.complete(parts.id, part_ids=[part.id])).file
+        assert whole is not None and (await files.retrieve_metadata(whole.id)).mime_type == "text/html"
         gone = await files.delete(made.id)
         assert (gone.id, gone.type) == (made.id, "file_deleted")
         with pytest.raises(anthropic.NotFoundError, match="There is no file"):
