@@ -22,15 +22,17 @@ PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensure
 # With setuptools in place, pip need not put up an environment only to read pyproject.toml.
 BUILD_TOOLS := install --quiet --no-compile -c constraints.txt 'pip>=25' 'setuptools>=77'
 PREPARE := $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python $(BUILD_TOOLS) 2>/dev/null \
-             || { $(PIP) $(BUILD_TOOLS); } || :
+             || { $(PIP) $(BUILD_TOOLS); } || :; $(BIN)/python -m pip --version >/dev/null 2>&1 \
+             || { echo "No pip could be put into $(VENV): neither $(PYTHON) nor the package index has a usable one." \
+                  "On Debian or Ubuntu: apt install python3-venv, then make again" >&2; exit 1; }
 INSTALL := isolation=$$($(BIN)/python -c 'import setuptools.command.bdist_wheel' 2>/dev/null && echo --no-build-isolation || :); \
            $(BIN)/python -m pip --disable-pip-version-check install --no-compile $$isolation -c constraints.txt -e
 # constraints.txt is the whole test environment. Its packages come first, in two halves beside each other and without asking
 # what each needs: reading the index takes most of the time. The install that follows adds what this machine needs besides.
-HALF = { $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --no-compile --no-deps \
-           -r <(awk 'NR % 2 == $(1)' constraints.txt) \
-         || echo "Not every pinned package is to be had for this machine: choosing those that are needed"; }
-PINNED := $(call HALF,0) & half=$$!; $(call HALF,1); wait $$half
+# The halves belong to xargs, not to the shell, which would have Ctrl-C ignored by what it starts in the background.
+PINNED := printf '%s\n' 0 1 | xargs -n 1 -P 2 bash -c '$(BIN)/python -m pip --disable-pip-version-check install \
+             --progress-bar off --no-compile --no-deps -r <(awk "NR % 2 == $$0" constraints.txt)' \
+           || echo "Not every pinned package is to be had for this machine: choosing those that are needed"
 # Compiled once per machine and version into the user's cache, so that the first start does not have to; the script needs
 # nothing but Python, so it runs while packages are installed.
 KERNELS := PYTHONPATH=. $(BIN)/python -P penstock/engine/backends/cpu/build.py
@@ -41,6 +43,28 @@ BYTECODE := $(BIN)/python -m compileall -qq -x '/(test_|conftest)' penstock test
 RUN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
+# Of several makes one installs, and the others use what it installed. Whatever is still running holds the lock.
+ALONE := trap 'exit 130' INT; exec 9<Makefile; \
+         waited=$$($(PYTHON) -c "$$LOCK" $(VENV))
+define LOCK
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("Waiting for another make that installs into", sys.argv[1], file=sys.stderr)
+    fcntl.flock(9, fcntl.LOCK_EX)
+    print("waited")
+except OSError:
+    pass # a file system without locks
+endef
+export LOCK
+DONE_MEANWHILE = [ "$$waited" ] && [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]
+# pip writes INSTALLER last: a package without it was interrupted, and pip would take it for installed.
+MEND := for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
+          [ -e "$$info/INSTALLER" ] || rm -rf "$$info"; \
+        done
+# Without its interpreter (another Python was installed), an environment has to be made and filled again.
+$(shell [ -x $(BIN)/python ] || rm -f $(RUN_STAMP) $(TEST_STAMP) $(BIN)/python*)
 
 .PHONY: help
 help: ## show this list
@@ -71,8 +95,8 @@ wheel: $(RUN_STAMP) ## build dist/penstock-*.whl, with native kernels for every 
 # types and layers, reported last, are checked beside them. Files keep the order of tests/conftest.py: the longest first.
 .PHONY: test
 test: ruff ## lint, and every quick test in parallel (ARGS go to pytest)
-	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	  $(MAKE) types >"$$log" 2>&1 & types=$$!; status=0; \
+	@log=$$(mktemp); $(MAKE) types >"$$log" 2>&1 & types=$$!; status=0; \
+	  trap 'rm -f "$$log"; kill $$types 2>/dev/null || :' EXIT; trap 'exit 130' INT; \
 	  workers=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); \
 	  $(BIN)/python -m pytest -n $$workers --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS) || status=$$?; \
 	  wait $$types || status=$$?; cat "$$log"; exit $$status
@@ -143,7 +167,8 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Penstock needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) -V)"
-	@$(PYTHON) -c 'import sys; from importlib.util import find_spec; sys.exit(not (find_spec("pip") or find_spec("ensurepip")))' \
+	@$(ALONE); [ ! -x $(BIN)/python ] || exit 0; \
+	  $(PYTHON) -c 'import sys; from importlib.util import find_spec; sys.exit(not (find_spec("pip") or find_spec("ensurepip")))' \
 	  && $(PYTHON) -m venv --without-pip $(VENV) \
 	  || { rm -rf $(VENV); echo "Could not create $(VENV). On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 
@@ -151,10 +176,10 @@ $(BIN)/python:
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(PREPARE); $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels
+	@$(ALONE); $(DONE_MEANWHILE) && exit 0; $(KERNELS) 9<&- & kernels=$$!; $(MEND); $(PREPARE); $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@{ $(KERNELS); $(BYTECODE); } & kernels=$$!; $(PREPARE); $(PINNED); $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels
+	@$(ALONE); $(DONE_MEANWHILE) && exit 0; { $(KERNELS); $(BYTECODE); } 9<&- & kernels=$$!; $(MEND); $(PREPARE); $(PINNED); $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels
 	@touch $(RUN_STAMP) $@

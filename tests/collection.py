@@ -1,7 +1,5 @@
-"""Reading all tests, which every worker does before its first: in as little time as possible.
-
-Half of all cases are slow ones, and making a case that is left out takes as long as making any other. After a fresh
-checkout there is no bytecode: the first worker writes it, and the others wait for it instead of compiling the same.
+"""Reading all tests, which every worker does before its first. After a fresh checkout there is no bytecode: the first
+worker writes it, and the others wait for it instead of compiling the same.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import fcntl
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -18,24 +15,10 @@ import pytest
 __all__ = [
     "pytest_collection",
     "pytest_configure_node",
-    "pytest_pycollect_makeitem",
     "pytest_xdist_setupnodes",
 ]
 
-QUICK = "not slow and not gpu and not clients"
-"""What pyproject.toml chooses."""
-LEFT_OUT = frozenset(("slow", "gpu", "clients"))
 FRESH = pytest.StashKey[bool]()
-
-
-def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """No cases of a function that this run leaves out anyway, unless tests are named one by one."""
-    config = collector.config
-    if not isinstance(obj, FunctionType) or not name.startswith("test") or config.option.markexpr != QUICK:
-        return None
-    if any("::" in arg for arg in config.args):  # pytest says better what became of those
-        return None
-    return [] if any(mark.name in LEFT_OUT for mark in getattr(obj, "pytestmark", ())) else None
 
 
 @pytest.hookimpl(optionalhook=True)

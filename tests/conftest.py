@@ -32,7 +32,6 @@ from penstock.sources.resolve import resolve
 from tests.collection import (
     pytest_collection,
     pytest_configure_node,
-    pytest_pycollect_makeitem,
     pytest_xdist_setupnodes,
 )
 from tests.encoders import encoder_endpoint, encoder_model
@@ -44,7 +43,6 @@ __all__ = [
     "postgres_url",
     "pytest_collection",
     "pytest_configure_node",
-    "pytest_pycollect_makeitem",
     "pytest_xdist_setupnodes",
     "valkey",
 ]

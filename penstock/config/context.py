@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.fields import setting
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""An environment variable in a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,16 @@ class ToolServerConfig:
     max_bytes: int = setting(
         32 * 1024, doc="Maximum size of a result passed to the model.", least=256, most=2**24, size=True
     )
+
+    @property
+    def openapi_file(self) -> str:
+        """Path of the file with the OpenAPI document; empty if the document itself is given, or none."""
+        return "" if "\n" in self.openapi or self.openapi.lstrip().startswith("{") else self.openapi
+
+    @property
+    def header_variables(self) -> list[str]:
+        """Environment variables that headers name."""
+        return [name for header in self.headers for name in VARIABLE.findall(header)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,6 @@ class WebhooksConfig:
     timeout_s: float = setting(15.0, doc="Time limit of a delivery, in seconds.", least=0.1, most=120)
     retry_s: float = setting(72 * 3600.0, doc="Seconds after an event in which its delivery is tried again.", least=1)
     per_tenant: int = setting(10, doc="Maximum of endpoints per tenant.", least=1, most=1000)
-    waiting_per_tenant: int = setting(
-        10_000, doc="Maximum of deliveries per tenant that wait; events beyond are not delivered.", least=1
+    waiting_per_endpoint: int = setting(
+        10_000, doc="Maximum of deliveries to an endpoint that wait; events beyond are not delivered.", least=1
     )

@@ -20,11 +20,13 @@ import yaml
 from penstock.config import Config, ModelConfig
 from penstock.config.pools import PoolConfig
 from penstock.errors import ConfigError
-from penstock.fleet.surroundings import credentials, is_local, servers_on_this_machine, sources
+from penstock.fleet.surroundings import credentials, files, is_local, servers_on_this_machine, source_variables, sources
 
 ENGINE_PORT = 5555
 STOP_MARGIN_S = 30
 _SECRETS = "/run/secrets"
+_HOME = "/var/lib/penstock"
+"""Volume of the image, where its user writes; the rest of a container is read-only."""
 _IN_REDIS = ("counters", "admission", "conversations", "cache")
 """Sections of gateways whose `url` is that of Redis."""
 
@@ -57,8 +59,8 @@ def project(config: Config, options: ComposeOptions) -> dict[str, str]:
 def _problems(config: Config) -> Iterator[str]:
     for setting, host in servers_on_this_machine(config):
         yield f"{setting}: {host} is the container itself there; name a server that containers reach"
-    for remote in config.remotes:
-        yield from _not_absolute(f"remotes ({remote.name}): key_file", remote.key_file)
+    for setting, path in files(config):
+        yield from _not_absolute(setting, path)
     for index, model in enumerate(config.models):
         where = f"models[{index}] ({model.name})"
         if model.autoscale is not None or any(pool.autoscale is not None for pool in model.pools):
@@ -67,6 +69,8 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{where}: time_slice: models in turn on one GPU need the gateways of `penstock serve`"
         if model.placement is not None:
             yield f"{where}: placement: the containers of a project are on one machine"
+        if model.disk_memory and not model.disk_path.startswith((f"{_HOME}/", "~/")):
+            yield f"{where}: disk_path: containers write below {_HOME} only; name a folder there"
         apart = {"replica_roles": model.replica_roles, "replica_grids": model.replica_grids}
         for setting, values in apart.items():
             if values:
@@ -170,10 +174,12 @@ def _penstock(config: Config, image: str) -> dict[str, Any]:
 def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, Any]:
     port = config.server.port
     made = _penstock(config, f"{options.image}:{version('penstock')}-gateway")
+    origins = [source for model in config.models for source in sources(model)]
     for section in _IN_REDIS:
         made["environment"][f"PENSTOCK_{section.upper()}__URL__FILE"] = f"{_SECRETS}/redis-url"
     # Without a value: that of the shell which starts the project, or of its file .env.
-    made["environment"] |= dict.fromkeys((*credentials(config), *_hub(*config.models)))
+    in_headers = [name for server in config.tool_servers for name in server.header_variables]
+    made["environment"] |= dict.fromkeys((*credentials(config), *in_headers, *source_variables(origins)))
     made["environment"]["PENSTOCK_STORE__URL__FILE"] = f"{_SECRETS}/store-url"
     made["secrets"].append("store-url")
     made["depends_on"]["postgres"] = {"condition": "service_healthy"}
@@ -182,9 +188,8 @@ def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, 
         "hostname": f"gateway-{number}",
         "ports": [f"{port + number - 1}:{port}"],
         "volumes": [
-            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "state:/var/lib/penstock",
-            *_mounts(*(source for model in config.models for source in sources(model) if is_local(source))),
-            *_mounts(*(remote.key_file for remote in config.remotes if remote.key_file)),
+            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", f"state:{_HOME}",
+            *_mounts(*filter(is_local, origins), *(path for _, path in files(config) if path)),
         ],
         "ulimits": {"nofile": {"soft": 65536, "hard": 65536}},
         "healthcheck": _check(["CMD", "penstock", "health", "--live", "--url", f"http://127.0.0.1:{port}"]),
@@ -203,14 +208,14 @@ def _engine(
         ],
         # Of one cache, so that a model is downloaded once.
         "volumes": [
-            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "models:/var/lib/penstock",
+            f"{options.config_file}:/etc/penstock/penstock.yaml:ro", f"models:{_HOME}",
             *_mounts(*filter(is_local, sources(model))),
         ],
         "deploy": {"replicas": model.replicas if pool is None else pool.replicas},
         "shm_size": "1gb",
         "healthcheck": _check(["CMD", "penstock", "engine", "--check", "-e", f"tcp://127.0.0.1:{ENGINE_PORT}"]),
     }  # fmt: skip
-    made["environment"] |= dict.fromkeys(_hub(model))
+    made["environment"] |= dict.fromkeys(source_variables(sources(model)))
     if device == "cuda":
         ranks = model.tensor_parallel * model.pipeline_parallel
         made["deploy"] = made["deploy"] | {
@@ -219,12 +224,14 @@ def _engine(
     return made
 
 
-def _mounts(*paths: str) -> list[str]:
-    return [f"{path}:{path}:ro" for path in dict.fromkeys(paths)]
-
-
-def _hub(*models: ModelConfig) -> list[str]:
-    return ["HF_TOKEN"] if any(source.startswith("hf:") for model in models for source in sources(model)) else []
+def _mounts(*paths: str) -> list[dict[str, Any]]:
+    """In the long form: a colon in a path is part of it, and a path that is missing is an error, no empty folder."""
+    return [
+        {
+            "type": "bind", "source": name, "target": name, "read_only": True, "bind": {"create_host_path": False},
+        }
+        for name in (path.replace("$", "$$") for path in dict.fromkeys(paths))
+    ]  # fmt: skip
 
 
 def _check(test: list[str]) -> dict[str, Any]:

@@ -3,12 +3,14 @@ machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from penstock.config import Config
 from penstock.config.models import ModelConfig
 from penstock.protocol.address import is_loopback
+
+_OBJECT_STORE = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL")
 
 
 def credentials(config: Config) -> tuple[str, ...]:
@@ -19,6 +21,21 @@ def credentials(config: Config) -> tuple[str, ...]:
     named += [rule.key_env for rule in config.guardrails]
     named += [variable for server in config.tool_servers for variable in server.env]
     return tuple(dict.fromkeys(filter(None, named)))
+
+
+def source_variables(sources: Iterable[str]) -> tuple[str, ...]:
+    """Environment variables with credentials for where models come from; public ones need none of them."""
+    kinds = {source.partition(":")[0] for source in sources}
+    return (*(["HF_TOKEN"] if "hf" in kinds else []), *(_OBJECT_STORE if "s3" in kinds else ()))
+
+
+def files(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings of gateways that name a file, and its path."""
+    yield "watermark.secret_file", config.watermark.secret_file
+    for index, remote in enumerate(config.remotes):
+        yield f"remotes[{index}].key_file", remote.key_file
+    for index, server in enumerate(config.tool_servers):
+        yield f"tool_servers[{index}].openapi", server.openapi_file
 
 
 def sources(model: ModelConfig) -> list[str]:

@@ -144,7 +144,7 @@ async def scraping(
         process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-            for _ in range(200):
+            for _ in range(2400):
                 try:
                     if (await client.get("/-/ready")).status_code == 200:
                         break

@@ -117,7 +117,7 @@ async def balanced(
 
 
 async def _up(balancer: Balanced, process: asyncio.subprocess.Process) -> None:
-    for _ in range(300):
+    for _ in range(1200):
         if process.returncode is not None:
             break
         try:

@@ -78,6 +78,9 @@ def test_it_follows_the_configuration() -> None:
         ("models: [{source: smollm2-135m, time_slice: gpu0}]", r"the gateways of `penstock serve`"),
         ("models: [{replicas: 2, replica_roles: [prefill, decode]}]", r"containers of a service are alike"),
         ("models: [{source: ./model}]", r"write an absolute path"),
+        ("models: [{host_memory: 1GiB, disk_memory: 1GiB, disk_path: /var/cache}]", r"name a folder there"),
+        ("watermark: {secret_file: w.secret}", r"watermark.secret_file: w.secret is mounted .* write an absolute path"),
+        ("tool_servers: [{name: t, openapi: shop.yaml}]", r"tool_servers\[0\].openapi: .* write an absolute path"),
         (
             "remotes: [{name: r, model: m, urls: ['http://localhost:9001/v1']}]",
             r"remotes\[0\].urls: localhost is the container itself",
@@ -91,19 +94,48 @@ def test_what_a_project_cannot_do_is_refused_with_the_reason(text: str, why: str
         project(load(file, environ={}), ComposeOptions())
 
 
-def test_files_of_this_machine_are_mounted_and_keys_passed_on(tmp_path: Path) -> None:
+SURROUNDED = """
+models:
+  - {name: own, source: /srv/own, adapters: [{name: a, source: /srv/a}]}
+  - {name: far, source: hf:o/n, host_memory: 1GiB, disk_memory: 1GiB, disk_path: /var/lib/penstock/blocks}
+  - {name: stored, source: /srv/c:$x, adapters: [{name: b, source: s3://bucket/b}]}
+remotes: [{name: r, model: m, urls: ['https://api.example.com/v1'], key_env: THEIR_KEY}]
+watermark: {secret_file: /srv/watermark.secret}
+tool_servers:
+  - {name: shop, openapi: /srv/shop.yaml, headers: ['Authorization: Bearer ${SHOP_KEY}']}
+  - {name: inline, openapi: '{"openapi": "3.1.0", "info": {"title": "t", "version": "1"}, "paths": {}}'}
+"""
+
+
+def surrounded(tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "penstock.yaml"
-    file.write_text(
-        "models: [{name: own, source: /srv/own, adapters: [{name: a, source: /srv/a}]}, {name: far, source: hf:o/n}]\n"
-        "remotes: [{name: r, model: m, urls: ['https://api.example.com/v1'], key_env: THEIR_KEY}]\n"
-    )
-    services = yaml.safe_load(project(load(file, environ={}), ComposeOptions())["compose.yaml"])["services"]
-    files = {"/srv/own:/srv/own:ro", "/srv/a:/srv/a:ro"}
-    assert files < set(services["gateway-1"]["volumes"]) and files < set(services["engine-own"]["volumes"])
-    assert not files & set(services["engine-far"]["volumes"])
-    gateway, own, far = (services[name]["environment"] for name in ("gateway-1", "engine-own", "engine-far"))
-    assert gateway["THEIR_KEY"] is None and gateway["HF_TOKEN"] is None and far["HF_TOKEN"] is None
-    assert "HF_TOKEN" not in own and "THEIR_KEY" not in own
+    file.write_text(SURROUNDED)
+    made: dict[str, Any] = yaml.safe_load(project(load(file, environ={}), ComposeOptions())["compose.yaml"])
+    return made
+
+
+def test_files_of_this_machine_are_mounted_and_keys_passed_on(tmp_path: Path) -> None:
+    services = surrounded(tmp_path)["services"]
+
+    def mounted(name: str) -> set[str]:
+        binds = [volume for volume in services[name]["volumes"] if isinstance(volume, dict)]
+        for bind in binds:
+            assert bind["target"] == bind["source"] and bind["read_only"] and not bind["bind"]["create_host_path"]
+        return {bind["source"] for bind in binds}
+
+    # A colon separates nothing there, and a dollar sign is doubled, as Compose reads it.
+    of_models = {"/srv/own", "/srv/a", "/srv/c:$$x"}
+    assert mounted("gateway-1") == of_models | {"/srv/watermark.secret", "/srv/shop.yaml"}
+    assert mounted("engine-own") == {"/srv/own", "/srv/a"}
+    assert mounted("engine-stored") == {"/srv/c:$$x"} and not mounted("engine-far")
+
+    def passed_on(name: str) -> set[str]:
+        return {key for key, value in services[name]["environment"].items() if value is None}
+
+    store = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL"}
+    assert passed_on("gateway-1") == {"THEIR_KEY", "SHOP_KEY", "HF_TOKEN"} | store
+    assert passed_on("engine-far") == {"HF_TOKEN"} and passed_on("engine-stored") == store
+    assert not passed_on("engine-own")
 
 
 def test_no_password_is_in_a_file_of_the_project_and_secrets_are_made_once(tmp_path: Path) -> None:
@@ -121,11 +153,12 @@ def test_no_password_is_in_a_file_of_the_project_and_secrets_are_made_once(tmp_p
 
 
 @pytest.mark.slow
-def test_it_is_valid_by_the_schema_of_the_compose_specification() -> None:
+def test_it_is_valid_by_the_schema_of_the_compose_specification(tmp_path: Path) -> None:
     (found,) = parts.folder("compose").rglob("specs/compose-spec.json")
     schema = json.loads(found.read_text())
     for options in (ComposeOptions(), ComposeOptions(device="cuda", gateways=5)):
         jsonschema.validate(written(options), schema)
+    jsonschema.validate(surrounded(tmp_path), schema)
     wrong = written()
     wrong["services"]["redis"]["restrat"] = "always"
     with pytest.raises(jsonschema.ValidationError):

@@ -83,7 +83,7 @@ async def through(port: int, trusted: ssl.SSLContext) -> list[bytes]:
     async with httpx.AsyncClient(verify=trusted, timeout=180) as client:
         url = f"https://127.0.0.1:{port}/v1/chat/completions"
         extensions = {"sni_hostname": NAME}
-        for _ in range(200):
+        for _ in range(1200):
             try:
                 async with client.stream(
                     "POST", url, json=body, headers={"host": NAME}, extensions=extensions

@@ -69,7 +69,7 @@ def engines(server: Server) -> list[int]:
 def wait_until_saved(server: Server) -> None:
     """Blocks are written when the engine has nothing else to do."""
     text = ""
-    for _ in range(100):
+    for _ in range(1000):
         time.sleep(0.1)
         before, text = text, httpx.get(f"{server.url}/metrics").text
         rows = [line for line in text.splitlines() if line.startswith("penstock_kv_disk_blocks_written_total")]

@@ -187,6 +187,8 @@ def test_engine_with_virtual_tokens() -> None:
     from penstock.engine.adapters.spec import AdapterSpec
     from tests.engine.adapters.files import write_adapter
     from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.adapters.test_prefixes import COUNTS as KEYS
+    from tests.engine.adapters.test_prefixes import WithCache, write_prefix
     from tests.engine.adapters.test_virtual_tokens import COUNTS, Prefixed, write_prompt
     from tests.engine.harness import assert_idle, generate, make_engine
     from tests.engine.tiny import Reference, write_checkpoint
@@ -197,8 +199,10 @@ def test_engine_with_virtual_tokens() -> None:
         base = write_checkpoint("llama-mqa-tied", root / "base")
         paths = {name: write_prompt(root / name, base, name, seed=seed) for seed, name in enumerate(COUNTS)}
         references: dict[str, Reference] = {name: Prefixed(base, path) for name, path in paths.items()}
+        keys = {name: write_prefix(root / name, base, name, seed=seed) for seed, name in enumerate(KEYS)}
+        references |= {name: WithCache(base, path) for name, path in keys.items()}
         references[""] = Reference(base)
-        specs = [AdapterSpec(name, str(path)) for name, path in paths.items()]
+        specs = [AdapterSpec(name, str(path)) for name, path in (paths | keys).items()]
         specs.append(AdapterSpec("lora", str(write_adapter(root / "lora", base, rank=4))))
         engine = make_engine(
             base, device="cuda", adapters=tuple(specs), adapter_slots=3, max_running=8, num_blocks=200, token_budget=32
@@ -206,7 +210,7 @@ def test_engine_with_virtual_tokens() -> None:
         names = [*references, "lora"]
         asked = {
             f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 60))], names[i % len(names)])
-            for i in range(15)
+            for i in range(3 * len(names))
         }
         got = generate(engine, *(ask(id, prompt, name, 12) for id, (prompt, name) in asked.items()))
         for id, (prompt, name) in asked.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from attention_cases import BLOCK, FP8, INT8, LLAMA, SHAPES, Case, build, layout, ops, widened
 from gpu_harness import (
@@ -46,6 +47,43 @@ def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor
         return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
     return [rotate(q), rotate(k), v]
+
+
+def test_a_prefix_of_an_adapter_takes_the_place_of_what_was_computed() -> None:
+    """See `engine.adapters.prefixes`: two sequences begin with virtual tokens, one of them with others before it."""
+    from penstock.engine.adapters.prefixes import PrefixBank, PrefixOps, StoredPrefix
+
+    heads, kv_heads, dim = SHAPES[0]
+    for dtype, kv_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, INT8)):
+        case = build([1, 5, 9], [30, 5, 12], layout(heads, kv_heads, dim), dtype, kv_dtype)
+        tokens = case.q.shape[0]
+        qkv, cos_sin = rand(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), rand(64, dim)
+        prefix = rand(1, 7, 2 * kv_heads * dim, dtype=dtype)
+        bank = PrefixBank(2, DEVICE)
+        bank.put(1, StoredPrefix(prefix))
+        slots = np.array([0] + [1] * 5 + [1] * 9, np.int32)
+        bank.begin(slots)
+        norms = (rand(dim, dtype=dtype), rand(dim, dtype=dtype))
+        with poisoned_outputs():
+            q = PrefixOps(ops, bank, 0).rope_and_cache(
+                qkv.clone(), case.layout, cos_sin, case.batch, case.k_cache, case.v_cache, *norms, 1e-6, case.scales
+            )
+        if MODE == "compile":
+            continue
+        want_q, want_k, want_v = rope64(case, qkv, cos_sin, norms, 1e-6)
+        positions = case.batch.positions
+        own = torch.from_numpy(slots == 1).to(DEVICE) & (positions < 7)
+        assert int(own.sum()) == 5 + 4, "of the second sequence those from position 3 on"
+        stored = prefix[0][positions[own]].double().view(-1, 2, kv_heads, dim)
+        want_k[own], want_v[own] = stored[:, 0], stored[:, 1]
+        name = f"prefix {dtype} {kv_dtype}"
+        check(f"{name} q", q, want_q)
+        block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
+        limit = {INT8: 2.5e-2}.get(kv_dtype, TOLERANCE[dtype])
+        for kind, cache, want, scale in zip(
+            "kv", (case.k_cache, case.v_cache), (want_k, want_v), case.scales or (None, None), strict=True
+        ):
+            check(f"{name} {kind}", widened(cache, scale)[block, :, offset], want, limit)
 
 
 def test_rope_and_cache() -> None:

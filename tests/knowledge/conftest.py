@@ -34,7 +34,7 @@ async def _problems(url: str) -> list[str]:
 
 
 async def _recovered(url: str) -> None:
-    for _ in range(50):
+    for _ in range(500):
         try:
             await (await open_database(url)).close()
             return

@@ -105,6 +105,13 @@ def test_pdf_pages_are_known() -> None:
     ]
 
 
+def test_letters_of_a_pdf_that_are_no_text() -> None:
+    """Fonts say that letters are NUL, or half of a surrogate pair: stores and encoders take neither."""
+    letters = "2 beginbfchar\n<41> <0000>\n<42> <D83D>\nendbfchar\n1 beginbfchar\n<43> <D83DDE00>\nendbfchar"
+    found = read(make_pdf(["ApumpsB and valves C"], letters), "application/pdf")
+    assert found.text.strip() == "pumps\ufffd and valves \U0001f600"
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "message"),
     [
@@ -261,7 +268,7 @@ async def test_a_document_that_takes_too_long_is_given_up(monkeypatch: pytest.Mo
         monkeypatch.setattr(process, "PATIENCE", 0.001)
         assert reader._process is not None
         os.kill(reader._process.pid, signal.SIGSTOP)
-        with pytest.raises(UnreadableDocument, match="within 20 seconds"):
+        with pytest.raises(UnreadableDocument, match="within 120 seconds"):
             await texts(reader, b"hello")
         monkeypatch.setattr(process, "PATIENCE", 100)
         assert await texts(reader, b"hello") == ["hello"]

@@ -23,9 +23,11 @@ from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vectors import SiteVectors
 from penstock.errors import CheckpointError
 
-FACTOR, ADDED = "output_factor", "output_bias"
-"""What vectors of other kinds are called here: one multiplies what a linear gives, the other is added to it."""
+FACTOR, ADDED, SCALE = "output_factor", "output_bias", "output_scale"
+"""What vectors of other kinds are called here: one multiplies what a linear gives, one is added to it, and one
+multiplies it without its bias."""
 _FORMS = (
+    (re.compile(rf"\.{SCALE}$"), SCALE),
     (re.compile(rf"\.{FACTOR}$"), FACTOR),
     (re.compile(rf"\.{ADDED}$"), ADDED),
     (re.compile(r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$"), "magnitude"),
@@ -144,7 +146,7 @@ class VectorTensors:
     ) -> None:
         """Take the vectors that kinds other than LoRA have for what a linear gives."""
         for layer, module, kind in sorted(self._keys, key=str):
-            if kind not in (FACTOR, ADDED):
+            if kind not in (FACTOR, ADDED, SCALE):
                 continue
             where = module if layer is None else f"layer {layer} {module}"
             vector: Tensor = tensors.get_tensor(self._keys.pop((layer, module, kind)))
@@ -160,6 +162,8 @@ class VectorTensors:
             parts = self._parts.setdefault(changed.place, _Parts(changed))
             if kind == FACTOR:
                 parts.factor = vector.float()
+            elif kind == SCALE:
+                parts.scale = vector.float()
             else:
                 parts.added = vector.float()
 

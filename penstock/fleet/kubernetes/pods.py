@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from penstock.fleet.kubernetes.configuration import FILE, FOLDER, SecretSetting
 from penstock.fleet.kubernetes.deployment import MODELS, Deployment
 from penstock.fleet.kubernetes.parameters import Json
+from penstock.fleet.surroundings import source_variables
 
 USER = 10001
 """Of the image."""
@@ -15,7 +16,6 @@ HOME = "/var/lib/penstock"
 FLEET_SECRET = "fleet-secret"
 """Key of the Secret."""
 _SECRET_FOLDER = f"{FOLDER}/secret"
-_OBJECT_STORE = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL")
 
 
 def pod_security() -> Json:
@@ -86,15 +86,10 @@ def folder_mounts() -> list[Json]:
 
 def source_env(deployment: Deployment, sources: Iterable[str]) -> list[Json]:
     """Credentials for where models come from, if the Secret has them."""
-    found: list[Json] = []
-    sources = list(sources)
-    if any(source.startswith("hf:") for source in sources):
-        found.append(from_secret(deployment, "HF_TOKEN", "hf-token", optional=True))
-    if any(source.startswith("s3:") for source in sources):
-        found += [
-            from_secret(deployment, name, name.lower().replace("_", "-"), optional=True) for name in _OBJECT_STORE
-        ]
-    return found
+    return [
+        from_secret(deployment, name, name.lower().replace("_", "-"), optional=True)
+        for name in source_variables(sources)
+    ]
 
 
 def mounts(deployment: Deployment) -> list[Json]:

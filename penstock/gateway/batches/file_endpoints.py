@@ -46,7 +46,7 @@ FILE_FORM: dict[str, Any] = {
 
 
 class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    purpose: str | None = None
+    purpose: Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*$")] | None = None
     after: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10_000
     order: Literal["asc", "desc"] = "desc"
@@ -89,7 +89,7 @@ class FileEndpoints:
                         upload.content,
                         user=caller.user,
                         keep_s=keep_s,
-                        media_type=_media_type(upload),
+                        media_type=media_type(upload.media_type),
                     )
             except DatabaseError as error:
                 raise away() from error
@@ -120,7 +120,7 @@ class FileEndpoints:
         ids, limit = anthropic_files.listed_ids(exchange), None
         try:
             if ids is not None:
-                named = [await files.get(id, caller.tenant, caller.only_user) for id in ids if "\0" not in id]
+                named = [await files.get(id, caller.tenant, caller.only_user) for id in ids]
                 found = [file for file in named if file is not None]
             else:
                 asked = decode_query(anthropic_files.AnthropicFilesQuery, exchange.scope)
@@ -178,9 +178,9 @@ def _shown(file: File, anthropic: bool) -> dict[str, Any]:
     return anthropic_files.metadata(file) if anthropic else file.shown()
 
 
-def _media_type(upload: Field) -> str:
+def media_type(said: str) -> str:
     """What the client says of its file; unknown words say nothing."""
-    said = upload.media_type.partition(";")[0].strip().lower()
+    said = said.partition(";")[0].strip().lower()
     return said if _MEDIA_TYPE.fullmatch(said) and said != BYTES.decode() else ""
 
 

@@ -24,6 +24,7 @@ from penstock.gateway.batches.file_endpoints import (
     check_purpose,
     check_room,
     file_name,
+    media_type,
     refuse_binary,
     refuse_nul,
 )
@@ -216,7 +217,9 @@ class UploadEndpoints:
         files, name, user, keep_s = self._files, upload.filename, upload.user_id, upload.keep_s
         writer: DocumentWriter | FileWriter
         if upload.purpose in DOCUMENT_PURPOSES:
-            writer = await files.begin_document(upload.tenant, name, upload.purpose, user=user, keep_s=keep_s)
+            writer = await files.begin_document(
+                upload.tenant, name, upload.purpose, user=user, keep_s=keep_s, media_type=media_type(upload.mime_type)
+            )
         else:
             writer = await files.begin(upload.tenant, name, upload.purpose, user=user, keep_s=keep_s)
         published = False

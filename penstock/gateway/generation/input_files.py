@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import Struct
 
-from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.app.uploads import UploadSlots
+from penstock.gateway.app.exchange import ClientDisconnected, Exchange
+from penstock.gateway.app.uploads import AT_ONCE, UploadSlots
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.knowledge.entities import UnreadableDocument
@@ -101,16 +101,24 @@ class InputFiles:
         self._limit = limit
         self._slots = UploadSlots()
         """Apart from those of uploads: a document that takes long to read holds up none of them."""
-        self._reader = ReaderProcess()
+        self._readers = tuple(ReaderProcess() for _ in range(AT_ONCE))
+        """One for every slot, so that no tenant waits for a document of another."""
+        self._free = list(self._readers)
 
     async def close(self) -> None:
-        await self._reader.close()
+        for reader in self._readers:
+            await reader.close()
 
     @asynccontextmanager
     async def reading(self, exchange: Exchange) -> AsyncIterator[FileReading]:
         """For the files of one request. Take it only where there are some: it may have to wait."""
+        exchange.documents = True
         async with self._slots.slot(exchange.caller.tenant):
-            yield FileReading(exchange, self._files, self._reader, self._limit)
+            reader = self._free.pop()
+            try:
+                yield FileReading(exchange, self._files, reader, self._limit)
+            finally:
+                self._free.append(reader)  # the next to be taken: it may have a process already
 
     async def chat(self, exchange: Exchange, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Messages of a chat, with the text of files in their place."""
@@ -174,11 +182,13 @@ class FileReading:
             raise ServiceUnavailable("This gateway has no store for files.")
         caller = self._exchange.caller
         try:
-            found = None if "\0" in id else await self._files.get(id, caller.tenant, caller.only_user)
+            found = await self._files.get(id, caller.tenant, caller.only_user)
             if found is None:
-                raise NotFound(f"There is no file `{id[:128]}`.", param=at, code="file_not_found")
+                raise _unknown(id, at)
             self._add(found.bytes, at)
             body = b"".join([piece async for piece in self._files.pieces_of_any(found.id)])
+            if len(body) != found.bytes:  # it is being deleted, piece by piece
+                raise _unknown(id, at)
         except DatabaseError as error:
             raise ServiceUnavailable("The store of files is unavailable at the moment.") from error
         self._exchange.body_size += len(body)  # as if the client had sent it
@@ -219,8 +229,10 @@ class FileReading:
         pdf = body[:1024].lstrip().startswith(_PDF_MARK)
         try:
             if pdf:
-                text = await self._reader.text(body, PDF)
-                self._grow(max(0, len(text) - len(body)), at)
+                text = await self._pdf(body)
+                unfolded = max(0, len(text.encode()) - len(body))
+                self._grow(unfolded, at)
+                self._exchange.body_size += unfolded
             else:
                 text = await _somewhere(len(body), decoded, body)
         except UnreadableDocument as error:
@@ -230,6 +242,30 @@ class FileReading:
                 f"The file `{name}` cannot be read: it is not text. Models here read {READABLE}.", param=at
             ) from None
         return FileText(name or "file", text)
+
+    async def _pdf(self, body: bytes) -> str:
+        """Its text. It is not read on for a client that has left."""
+        reading = asyncio.create_task(self._reader.text(body, PDF), name="a file of a request")
+        left = False
+
+        def leave(error: Exception) -> None:
+            nonlocal left
+            left = True
+            reading.cancel()
+
+        with self._exchange.watched(leave):
+            try:
+                return await reading
+            except asyncio.CancelledError:
+                reading.cancel()
+                await asyncio.wait((reading,))  # its process is stopped before somebody else gets it
+                if left:
+                    raise ClientDisconnected from None
+                raise
+
+
+def _unknown(id: str, at: str) -> NotFound:
+    return NotFound(f"There is no file `{id[:128]}`.", param=at, code="file_not_found")
 
 
 async def _somewhere(size: int, work: Any, *about: Any) -> Any:

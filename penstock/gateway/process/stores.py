@@ -53,7 +53,7 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
             retention_s=None if settings.audit.retention_days is None else settings.audit.retention_days * 86400,
             most=settings.audit.max_entries,
         ),
-        webhooks=WebhookStore(database, most_waiting=settings.webhooks.waiting_per_tenant)
+        webhooks=WebhookStore(database, most_waiting=settings.webhooks.waiting_per_endpoint)
         if settings.webhooks.enabled
         else None,
     )

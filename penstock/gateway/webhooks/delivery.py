@@ -2,7 +2,8 @@
 pauses until one is answered with 2xx or `retry_s` have passed.
 
 URLs come from tenants: connections are made to public addresses and configured networks only, redirects are not
-followed, and nothing of a reply is read but its status. A tenant whose endpoints are slow holds up only its own.
+followed, and nothing of a reply is read but its status. A place that becomes free goes first to a tenant that has none,
+then to an endpoint that has none: who has slow endpoints holds up its own deliveries.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -25,8 +27,9 @@ from penstock.tools.execution.addresses import Addresses, PinnedTransport
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 16
+AT_ONCE = 64
 OF_A_TENANT = 4
+TO_AN_ENDPOINT = 2
 POLL_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 6 * 3600.0
 USER_AGENT = "Penstock-Webhooks"
@@ -41,6 +44,7 @@ class WebhookClient:
 
     def __init__(self, config: WebhooksConfig) -> None:
         self.addresses = Addresses(config.networks, setting="webhooks.networks")
+        self._plain_http = config.plain_http
         self._timeout_s = config.timeout_s
         # Connections are not kept: those of different names at one address must not be mixed up.
         self._client = httpx.AsyncClient(
@@ -52,6 +56,8 @@ class WebhookClient:
 
     async def post(self, endpoint: WebhookEndpoint, id: str, body: bytes, now: float) -> int:
         """The status of the reply."""
+        if not self._plain_http and not endpoint.url.lower().startswith("https:"):
+            raise Unreachable("its URL does not begin with https:// (`webhooks.plain_http`)")
         headers = {
             "content-type": "application/json",
             "user-agent": USER_AGENT,
@@ -67,7 +73,7 @@ class WebhookClient:
             raise Unreachable(str(error)) from error
         except TimeoutError as error:
             raise Unreachable(f"no reply within {self._timeout_s:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}"[:256]) from error
 
 
@@ -85,7 +91,7 @@ class WebhookDeliveries:
         self._running: dict[asyncio.Task[None], Delivery] = {}
         self._outcomes = metrics.counter(
             "penstock_webhook_deliveries_total",
-            "Attempts to deliver webhooks: delivered, failed (tried again later) or given_up.",
+            "Deliveries of webhooks: delivered, failed (tried again later), given_up, or dropped (too many waited).",
             ("outcome",),
         )
 
@@ -104,9 +110,13 @@ class WebhookDeliveries:
                 await self._store.again(delivery, 0.0, counted=False)
 
     async def _run(self) -> None:
+        look_at = 0.0
         while True:
             try:
                 await self._begin_due()
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + POLL_S
+                    await self._tell_dropped()
             except DatabaseError as error:
                 log.warning("cannot read the deliveries of webhooks: %s", error)
             except Exception:  # without this task nothing would be delivered any more
@@ -118,14 +128,34 @@ class WebhookDeliveries:
 
     async def _begin_due(self) -> None:
         while len(self._running) < AT_ONCE:
-            counts = Counter(delivery.tenant for delivery in self._running.values())
-            busy = [tenant for tenant, count in counts.items() if count >= OF_A_TENANT]
-            claimed = await self._store.claim(self._lease_s, not_of=busy)
+            claimed = await self._next()
             if claimed is None:
                 return
             task = asyncio.create_task(self._deliver(*claimed), name=f"webhook {claimed[0].event}")
             self._running[task] = claimed[0]
             task.add_done_callback(lambda done: self._running.pop(done, None))
+
+    async def _next(self) -> tuple[Delivery, WebhookEndpoint | None] | None:
+        tenants = Counter(delivery.tenant for delivery in self._running.values())
+        endpoints = Counter(delivery.endpoint for delivery in self._running.values())
+        full = [tenant for tenant, count in tenants.items() if count >= OF_A_TENANT]
+        busy = [endpoint for endpoint, count in endpoints.items() if count >= TO_AN_ENDPOINT]
+        if not tenants:
+            return await self._store.claim(self._lease_s)
+        return (
+            await self._store.claim(self._lease_s, not_of=list(tenants))
+            or await self._store.claim(self._lease_s, not_of=full, not_to=list(endpoints))
+            or await self._store.claim(self._lease_s, not_of=full, not_to=busy)
+        )
+
+    async def _tell_dropped(self) -> None:
+        for dropped in await self._store.dropped():
+            self._outcomes.child("dropped").inc(dropped.events)
+            log.warning(
+                "webhooks were dropped: too many deliveries to their endpoint are waiting "
+                "(`webhooks.waiting_per_endpoint`)",
+                extra={"endpoint": dropped.endpoint, "tenant": dropped.tenant, "events": dropped.events},
+            )
 
     async def _deliver(self, delivery: Delivery, endpoint: WebhookEndpoint | None) -> None:
         try:
@@ -137,6 +167,9 @@ class WebhookDeliveries:
                 why = "" if 200 <= status < 300 else f"status {status}"
             except Unreachable as error:
                 why = str(error)
+            except Exception as error:  # a fault here, but no reason to try for ever
+                log.exception("a webhook failed", extra={"event": delivery.event})
+                why = type(error).__name__
             about = {"endpoint": delivery.endpoint, "event": delivery.event, "tenant": delivery.tenant, "why": why}
             pause = pause_s(delivery.attempts + 1)
             if not why:

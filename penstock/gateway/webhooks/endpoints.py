@@ -9,12 +9,14 @@ from collections.abc import Awaitable
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 
 from penstock.config.webhooks import WebhooksConfig
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery, page
+from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.webhooks.delivery import Unreachable, WebhookClient
 from penstock.gateway.webhooks.signature import new_secret
 from penstock.gateway.webhooks.store import (
@@ -29,6 +31,7 @@ from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailabl
 from penstock.storage import DatabaseError
 
 T = TypeVar("T")
+TESTS_AT_ONCE, TESTS_OF_A_TENANT = 16, 2
 EventType = Literal[
     "batch.completed",
     "batch.failed",
@@ -91,6 +94,8 @@ class WebhookEndpoints:
         self._client = client
         self._config = config
         self._limit = body_limit
+        self._tests = UploadSlots(TESTS_AT_ONCE, TESTS_OF_A_TENANT)
+        """So that examples leave connections for deliveries."""
 
     async def create_webhook_endpoint(self, exchange: Exchange) -> None:
         asked = decode(_create, await exchange.body(self._limit))
@@ -127,9 +132,8 @@ class WebhookEndpoints:
         changes: dict[str, Any] = {"name": asked.name or known.name, "url": asked.url or known.url}
         if asked.event_types is not None:
             changes["event_types"] = types_column(asked.event_types)
-        changed = msgspec.structs.replace(known, **changes)
-        if changed != known:
-            changed = await self._changed(changed)
+        changes = {name: value for name, value in changes.items() if value != getattr(known, name)}
+        changed = await self._changed(known, **changes) if changes else known
         await exchange.reply_json(changed.shown())
 
     async def delete_webhook_endpoint(self, exchange: Exchange) -> None:
@@ -142,12 +146,10 @@ class WebhookEndpoints:
         asked = decode(_rotate, await exchange.body(self._limit) or b"{}")
         known, kept = await self._named(exchange), bool(asked.keep_old_secret_active_for_24_hours)
         changed = await self._changed(
-            msgspec.structs.replace(
-                known,
-                secret=new_secret(),
-                old_secret=known.secret if kept else "",
-                old_secret_until=self._store.clock() + OLD_SECRET_S if kept else 0.0,
-            )
+            known,
+            secret=new_secret(),
+            old_secret=known.secret if kept else "",
+            old_secret_until=self._store.clock() + OLD_SECRET_S if kept else 0.0,
         )
         await exchange.reply_json({**changed.shown(), "signing_secret": changed.secret})
 
@@ -158,7 +160,8 @@ class WebhookEndpoints:
         about = "batch_test" if asked.event_type.startswith("batch.") else "resp_test"
         sample = Delivery(f"evt_{uuid.uuid4().hex}", known.id, known.tenant, asked.event_type, about, now, now, 0)
         try:
-            status = await self._client.post(known, sample.event, sample.body(), now)
+            async with self._tests.slot(known.tenant):
+                status = await self._client.post(known, sample.event, sample.body(), self._store.clock())
         except Unreachable as error:
             raise InvalidRequest(f"The endpoint cannot be reached: {error}.", code="webhook_unreachable") from None
         result = {"object": "webhook_endpoint.test", "webhook_endpoint_id": known.id, "event_type": asked.event_type}
@@ -173,11 +176,14 @@ class WebhookEndpoints:
         schemes = ("https", "http") if self._config.plain_http else ("https",)
         try:
             parts = urlsplit(url)
-            host, _ = parts.hostname or "", parts.port
-        except ValueError:
+            host, _ = httpx.URL(url).host, parts.port  # as the client that sends reads it
+        except (ValueError, httpx.InvalidURL):
             host, parts = "", urlsplit("")
         if parts.scheme not in schemes or not host or not url.isprintable() or " " in url:
-            raise InvalidRequest(f"`url` must begin with {' or '.join(f'{one}://' for one in schemes)}.", param="url")
+            raise InvalidRequest(
+                f"`url` must begin with {' or '.join(f'{one}://' for one in schemes)} and have a valid host.",
+                param="url",
+            )
         if parts.username is not None or parts.password is not None:
             raise InvalidRequest("`url` must not contain a name or a password.", param="url")
         try:
@@ -189,10 +195,11 @@ class WebhookEndpoints:
                 "`url` has a private address, to which nothing is sent from here (`webhooks.networks`).", param="url"
             )
 
-    async def _changed(self, changed: WebhookEndpoint) -> WebhookEndpoint:
-        changed = msgspec.structs.replace(changed, updated_at=self._store.clock())
-        await _reached(self._store.change(changed))
-        return changed
+    async def _changed(self, known: WebhookEndpoint, **changes: Any) -> WebhookEndpoint:
+        changes["updated_at"] = self._store.clock()
+        if not await _reached(self._store.change(known.id, changes)):
+            raise _unknown(known.id)  # deleted meanwhile
+        return msgspec.structs.replace(known, **changes)
 
     async def _named(self, exchange: Exchange) -> WebhookEndpoint:
         return await self._found(exchange, exchange.path.split("/")[3])
@@ -201,8 +208,12 @@ class WebhookEndpoints:
         caller = exchange.caller
         found = None if "\0" in id else await _reached(self._store.get(id, caller.tenant, caller.only_user))
         if found is None:
-            raise NotFound(f"There is no webhook endpoint `{id[:128]}`.")
+            raise _unknown(id)
         return found
+
+
+def _unknown(id: str) -> NotFound:
+    return NotFound(f"There is no webhook endpoint `{id[:128]}`.")
 
 
 async def _reached(work: Awaitable[T]) -> T:

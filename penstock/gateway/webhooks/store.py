@@ -1,7 +1,8 @@
 """Endpoints that want to be told of events, and the outbox: deliveries that are still to be made.
 
 Invariant: an event is recorded for every endpoint that wants it in the transaction that makes it happen, and stays
-until it was delivered or given up; so it is delivered at least once, whichever process dies when. A delivery is made
+until it was delivered or given up; so it is delivered at least once, whichever process dies when. Only where too many
+wait for an endpoint already is it counted instead. A delivery is made
 under a lease, so that usually only one gateway makes it. An endpoint belongs to a tenant, and to a user if a user's key
 made it: then it is told only of what is that user's.
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -35,6 +36,12 @@ _VERSIONS = (
         "due_at DOUBLE PRECISION NOT NULL, attempts INTEGER NOT NULL, PRIMARY KEY (event, endpoint))",
         "CREATE INDEX IF NOT EXISTS webhook_deliveries_due ON webhook_deliveries (due_at)",
         "CREATE INDEX IF NOT EXISTS webhook_deliveries_by_tenant ON webhook_deliveries (tenant)",
+    ),
+    (
+        "ALTER TABLE webhook_endpoints ADD COLUMN dropped BIGINT NOT NULL DEFAULT 0",
+        "CREATE INDEX IF NOT EXISTS webhook_endpoints_dropped ON webhook_endpoints (dropped) WHERE dropped > 0",
+        "CREATE INDEX IF NOT EXISTS webhook_deliveries_by_endpoint ON webhook_deliveries (endpoint)",
+        "DROP INDEX IF EXISTS webhook_deliveries_by_tenant",
     ),
 )
 _COLUMNS = "id, tenant, user_id, name, url, event_types, secret, old_secret, old_secret_until, created_at, updated_at"
@@ -94,6 +101,14 @@ class Delivery(msgspec.Struct, frozen=True):
         return msgspec.json.encode({**told, "data": {"id": self.subject}})
 
 
+class Dropped(NamedTuple):
+    """Events that an endpoint is not told of, because too many deliveries to it were waiting."""
+
+    endpoint: str
+    tenant: str
+    events: int
+
+
 def types_column(types: Sequence[str]) -> str:
     """Event types as they are stored."""
     return f"|{'|'.join(dict.fromkeys(types))}|"
@@ -103,7 +118,7 @@ class WebhookStore:
     """See above."""
 
     def __init__(self, database: Database, *, most_waiting: int, clock: Callable[[], float] = time.time) -> None:
-        """`most_waiting`: deliveries of one tenant; events beyond are not recorded."""
+        """`most_waiting`: deliveries of one endpoint; events beyond are not recorded, but counted (`dropped`)."""
         self._database = database
         self._most_waiting = most_waiting
         self.clock = clock
@@ -115,16 +130,23 @@ class WebhookStore:
         """Records an event about a response or a batch; to be run in the transaction that makes it happen."""
         if type not in EVENT_TYPES:
             return []
-        now = self.clock()
+        now, event, wanted = self.clock(), f"evt_{uuid.uuid4().hex}", f"%|{type}|%"
         return [
             (
                 f"INSERT INTO webhook_deliveries ({_WAITING}) SELECT CAST(? AS TEXT), e.id, e.tenant, CAST(? AS TEXT), "
                 "s.id, CAST(? AS DOUBLE PRECISION), CAST(? AS DOUBLE PRECISION), 0 "
                 f"FROM webhook_endpoints e JOIN {about} s ON s.tenant = e.tenant "
                 "WHERE s.id = ? AND e.event_types LIKE ? AND (e.user_id = '' OR e.user_id = s.user_id) "
-                "AND (SELECT COUNT(*) FROM webhook_deliveries w WHERE w.tenant = e.tenant) < ?",
-                (f"evt_{uuid.uuid4().hex}", type, now, now, id, f"%|{type}|%", self._most_waiting),
-            )
+                "AND (SELECT COUNT(*) FROM webhook_deliveries w WHERE w.endpoint = e.id) < ?",
+                (event, type, now, now, id, wanted, self._most_waiting),
+            ),
+            (
+                "UPDATE webhook_endpoints AS e SET dropped = dropped + 1 "
+                f"WHERE e.tenant = (SELECT s.tenant FROM {about} s WHERE s.id = ?) AND e.event_types LIKE ? "
+                f"AND (e.user_id = '' OR e.user_id = (SELECT s.user_id FROM {about} s WHERE s.id = ?)) "
+                "AND NOT EXISTS (SELECT 1 FROM webhook_deliveries w WHERE w.event = ? AND w.endpoint = e.id)",
+                (id, wanted, id, event),
+            ),
         ]
 
     # --- endpoints
@@ -173,13 +195,13 @@ class WebhookStore:
         )
         return [WebhookEndpoint(*row) for row in rows]
 
-    async def change(self, changed: WebhookEndpoint) -> None:
-        await self._database.execute(
-            "UPDATE webhook_endpoints SET name = ?, url = ?, event_types = ?, secret = ?, old_secret = ?, "
-            "old_secret_until = ?, updated_at = ? WHERE id = ?",
-            changed.name, changed.url, changed.event_types, changed.secret, changed.old_secret,
-            changed.old_secret_until, changed.updated_at, changed.id,
-        )  # fmt: skip
+    async def change(self, id: str, changes: Mapping[str, Any]) -> bool:
+        """Whether there still is such an endpoint. Only columns in `changes` are written: somebody else may be changing
+        others."""
+        columns = ", ".join(f"{name} = ?" for name in changes)
+        return bool(
+            await self._database.execute(f"UPDATE webhook_endpoints SET {columns} WHERE id = ?", *changes.values(), id)
+        )
 
     async def delete(self, id: str) -> None:
         """With what it was still to be told."""
@@ -193,15 +215,20 @@ class WebhookStore:
     # --- deliveries
 
     async def claim(
-        self, lease_s: float, *, not_of: Collection[str] = ()
+        self, lease_s: float, *, not_of: Collection[str] = (), not_to: Collection[str] = ()
     ) -> tuple[Delivery, WebhookEndpoint | None] | None:
-        """Lease the delivery that is due first, except those of tenants in `not_of`, with its endpoint. Until the lease
-        is over it is not due."""
-        others = f"AND tenant NOT IN ({', '.join('?' * len(not_of))}) " if not_of else ""
+        """Lease the delivery that is due first, with its endpoint, except those of tenants in `not_of` and those to
+        endpoints in `not_to`. Until the lease is over it is not due."""
+        others = "".join(
+            f"AND {column} NOT IN ({', '.join('?' * len(names))}) "
+            for column, names in (("tenant", not_of), ("endpoint", not_to))
+            if names
+        )
         while rows := await self._database.fetch(
             f"SELECT {_WAITING} FROM webhook_deliveries WHERE due_at <= ? {others}ORDER BY due_at LIMIT 1",
             now := self.clock(),
             *not_of,
+            *not_to,
         ):
             found = Delivery(*rows[0])
             until = now + lease_s
@@ -211,6 +238,22 @@ class WebhookStore:
             ):  # fmt: skip
                 return msgspec.structs.replace(found, due_at=until), await self.get(found.endpoint, found.tenant)
         return None
+
+    async def dropped(self) -> list[Dropped]:
+        """Events that were not recorded since somebody asked last, by endpoint; one gateway hears of each."""
+        rows = await self._database.fetch(
+            "SELECT id, tenant, dropped FROM webhook_endpoints WHERE dropped > 0 LIMIT 100"
+        )
+        return [
+            one
+            for one in (Dropped(*row) for row in rows)
+            if await self._database.execute(
+                "UPDATE webhook_endpoints SET dropped = dropped - ? WHERE id = ? AND dropped >= ?",
+                one.events,
+                one.endpoint,
+                one.events,
+            )
+        ]
 
     async def made(self, delivery: Delivery) -> None:
         """It has arrived, or was given up."""

@@ -26,9 +26,9 @@ def read_pdf(body: bytes) -> Extracted:
         if reader.is_encrypted and not reader.decrypt(""):
             raise UnreadableDocument("The PDF is protected with a password.")
         if reader.metadata is not None and isinstance(reader.metadata.title, str):
-            title = reader.metadata.title.strip()
+            title = _clean(reader.metadata.title).strip()
         for number, page in enumerate(reader.pages, start=1):
-            text = _HYPHENATED.sub("", page.extract_text())
+            text = _HYPHENATED.sub("", _clean(page.extract_text()))
             for block in read_plain(text).blocks:
                 paragraph = text[block.start : block.end]
                 out.add(kind_of(paragraph), paragraph, page=number)
@@ -40,3 +40,8 @@ def read_pdf(body: bytes) -> Extracted:
     if not out.blocks:
         raise UnreadableDocument("The PDF contains no text; a scan needs OCR first.")
     return out.extracted(title)
+
+
+def _clean(text: str) -> str:
+    """Fonts map letters to whatever they say, also to NUL and to halves of surrogates, which are no text."""
+    return text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")

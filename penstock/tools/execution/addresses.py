@@ -11,6 +11,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import certifi
@@ -21,6 +22,7 @@ from penstock.tools.execution.base import ToolError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 R = TypeVar("R")
+NAMES_AT_ONCE = 32
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PUBLIC_6 = ipaddress.ip_network("2000::/3")
 """The allocated part of IPv6. The rest is local (as is fd00:ec2::254, the metadata service of AWS), obsolete
@@ -52,6 +54,8 @@ class Addresses:
     def __init__(self, networks: Iterable[str] = (), *, setting: str = "tools.networks") -> None:
         """`networks`: private networks that are allowed, such as `10.1.0.0/16`, by the setting named `setting`."""
         self._setting = setting
+        # Not the threads of everything else: a name whose servers do not answer holds one for long.
+        self._threads = ThreadPoolExecutor(NAMES_AT_ONCE, thread_name_prefix="names")
         try:
             self._allowed = [ipaddress.ip_network(network) for network in networks]
         except ValueError as error:
@@ -70,8 +74,10 @@ class Addresses:
     async def resolve(self, host: str, port: int) -> str:
         """An address of `host` that may be connected to."""
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            )
+        except (OSError, UnicodeError) as error:
             raise ToolError(f"the host {host} cannot be found") from error
         for *_, where in found:
             address = ipaddress.ip_address(str(where[0]).partition("%")[0])

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from penstock.config.context import ToolServerConfig
+from penstock.config.context import VARIABLE, ToolServerConfig
 from penstock.config.labels import MOST_LABELS, label_problem
 from penstock.errors import ConfigError
 from penstock.identity.labels import OF_OWN, OF_REMOTES, Labels
@@ -22,7 +22,6 @@ from penstock.tools.execution.base import ToolError, ToolServer
 from penstock.tools.execution.http import HttpTools
 from penstock.tools.execution.mcp import McpTools, stdio, streamable_http
 
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
 _VERSIONS = (
@@ -147,9 +146,9 @@ def server_of(config: ToolServerConfig, spec: ToolSpec, addresses: Addresses) ->
 
 def _document(config: ToolServerConfig) -> dict[str, Any]:
     text = config.openapi
-    if "\n" not in text and not text.lstrip().startswith("{"):
+    if file := config.openapi_file:
         try:
-            text = Path(text).read_text()
+            text = Path(file).read_text()
         except OSError as error:
             raise ConfigError(f"tool_servers: {config.name}: {error}") from error
     try:
@@ -167,7 +166,7 @@ def _expanded(text: str, environ: Mapping[str, str], name: str) -> str:
             raise ConfigError(f"tool_servers: {name}: the environment variable {match[1]} is not set")
         return environ[match[1]]
 
-    return _VARIABLE.sub(value, text)
+    return VARIABLE.sub(value, text)
 
 
 _decoder = msgspec.json.Decoder(ToolSpec)

@@ -36,6 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "oft": {"peft_type": "OFT", "oft_block_size": 8},
     "oft-exact": {"peft_type": "OFT", "oft_block_size": 4, "use_cayley_neumann": False, "block_share": True},
     "oft-bound": {"peft_type": "OFT", "oft_block_size": 16, "num_cayley_neumann_terms": 4, "coft": True, "eps": 2.0},
+    "boft": {"peft_type": "BOFT", "boft_block_size": 8, "boft_n_butterfly_factor": 1},
+    "boft-butterfly": {"peft_type": "BOFT", "boft_block_size": 4, "boft_n_butterfly_factor": 3},
     "beft": {"peft_type": "BEFT"},
     "norms": {"peft_type": "LN_TUNING"},
     "tokens": {"peft_type": "TRAINABLE_TOKENS", "token_indices": [7, 3, 150, 11]},
@@ -173,9 +175,15 @@ def _tokens(noise: Noise, module: str, shape: list[int], config: dict[str, Any],
     return {"trainable_tokens_delta": noise(len(config["token_indices"]), shape[1], spread=1.0)}
 
 
+def _boft(noise: Noise, module: str, shape: list[int], config: dict[str, Any], weights: Parts) -> Parts:
+    size = config["boft_block_size"]
+    turns = noise(config["boft_n_butterfly_factor"], shape[1] // size, size, size, spread=0.3)
+    return {"boft_R": turns, "boft_s": 1 + noise(shape[0], 1, spread=0.1)}
+
+
 _WRITERS: dict[str, Callable[[Noise, str, list[int], dict[str, Any], Parts], Parts]] = {
     "adalora": _adalora, "vera": _vera, "loha": _loha, "lokr": _lokr, "miss": _miss, "delora": _delora,
-    "vblora": _vblora, "ia3": _ia3, "oft": _oft, "beft": _beft, "norms": _norms, "tokens": _tokens,
+    "vblora": _vblora, "ia3": _ia3, "oft": _oft, "boft": _boft, "beft": _beft, "norms": _norms, "tokens": _tokens,
 }  # fmt: skip
 
 
@@ -248,6 +256,29 @@ def rotation(config: Mapping[str, Any], stored: Tensor, inputs: int) -> Tensor:
     return torch.block_diag(*blocks)
 
 
+def butterfly(stored: Tensor) -> Tensor:
+    """What BOFT multiplies rows of inputs by, from the right, with whole matrices as PEFT has them."""
+    factors, count, size, _ = stored.shape
+    inputs, total = count * size, torch.eye(count * size)
+    for factor in range(factors):
+        blocks = []
+        for one in stored[factor]:
+            skew = 0.5 * (one - one.t())
+            blocks.append((torch.eye(size) - skew) @ torch.linalg.inv(torch.eye(size) + skew))
+        order = list(range(inputs))
+        if factors > 1:
+            span, half = inputs // (count // 2**factor), size // 2
+            order = [
+                begin + run * half + at
+                for begin in range(0, inputs, span)
+                for run in (*range(0, span // half, 2), *range(1, span // half, 2))
+                for at in range(half)
+            ]
+        permutation = torch.eye(inputs)[order]
+        total = permutation @ torch.block_diag(*blocks) @ permutation.t() @ total
+    return total
+
+
 def merged(base: Path, adapter: Path, folder: Path) -> Path:
     """The checkpoint with the adapter in it; what has no bias gets one."""
     shutil.copytree(base, folder)
@@ -272,6 +303,8 @@ def merged(base: Path, adapter: Path, folder: Path) -> Path:
                     weights[f"{module}.bias"] = weights[f"{module}.bias"] * own["ia3_l"].flatten()
             case "OFT":
                 weights[name] = weight @ rotation(config, own["oft_R.weight"], weight.shape[1]).t()
+            case "BOFT":
+                weights[name] = weight @ butterfly(own["boft_R"]).t() * own["boft_s"]
             case "BEFT":
                 bias = weights.get(f"{module}.bias", torch.zeros(weight.shape[0]))
                 weights[f"{module}.bias"] = bias + own["beft_bias"].flatten()

@@ -47,7 +47,7 @@ TRIED: dict[str, list[Any]] = {
     "target_modules": [["q_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear", ".*", [], 3, [3]],
     "exclude_modules": [["v_proj"], ["lm_head"], "lm_head", 3, [3]],
     "layers_to_transform": [[0], [0, 1, 2], 0, [], "x"],
-    "peft_type": ["BOFT", None],
+    "peft_type": ["HRA", None],
     "r": [4, 9, 0, True, "8", None],
     "lora_alpha": [16, 8.5, "8", None, True],
 }  # fmt: skip

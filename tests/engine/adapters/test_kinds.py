@@ -33,8 +33,8 @@ from tests.engine.harness import drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-LOW_RANK = [name for name in KINDS if name.partition("-")[0] not in ("ia3", "oft", "beft", "norms", "tokens")]
-TOGETHER = ("loha", "ia3", "oft", "vera", "beft", "norms", "ia3-inputs", "tokens", "adalora")
+LOW_RANK = [name for name in KINDS if name.partition("-")[0] not in ("ia3", "oft", "boft", "beft", "norms", "tokens")]
+TOGETHER = ("loha", "ia3", "boft-butterfly", "oft", "vera", "beft", "norms", "ia3-inputs", "tokens", "adalora")
 """Those of the tests with engines that are not about each kind."""
 
 
@@ -106,7 +106,9 @@ def test_a_pair_of_matrices_is_the_change_that_the_kind_defines(
         torch.testing.assert_close(b @ a * config.scale_of(module), expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("names", [("lokr", "oft"), pytest.param(tuple(KINDS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [("lokr", "oft", "boft-butterfly"), pytest.param(tuple(KINDS), marks=pytest.mark.slow)]
+)
 def test_they_equal_merging_them(base: Path, folders: dict[str, Path], names: tuple[str, ...]) -> None:
     specs = tuple(AdapterSpec(name, str(folders[name])) for name in names)
     engine = make_engine(base, adapters=specs)
@@ -176,7 +178,7 @@ def test_a_rank_above_the_limit_is_refused_with_what_to_do(base: Path, folders: 
 
 def test_kinds_that_cannot_be_applied_are_refused_by_name(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     for kind, words in (
-        ("BOFT", "merge_and_unload"), ("FOURIERFT", "save_as_lora"), ("ADAPTION_PROMPT", "train a LoRA"),
+        ("HRA", "merge_and_unload"), ("FOURIERFT", "save_as_lora"), ("ADAPTION_PROMPT", "train a LoRA"),
         ("XLORA", "one by one"), ("SOMETHING_NEW", "merge_and_unload"), (None, "LORA"), (3, "LORA"),
     ):  # fmt: skip
         adapter = write_kind(tmp_path / str(kind), base, "miss")
@@ -233,6 +235,9 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
                     f"{Q}.delora_w_norm": torch.zeros(900)}, "make one of 900 x 900, not 64 x 64"),
         ("ia3", {f"{Q}.lora_A.weight": torch.zeros(2, 64), f"{Q}.lora_B.weight": torch.zeros(64, 2)},
          "which IA3 does not have"),
+        ("boft", {f"{Q}.boft_R": torch.zeros(2, 8, 8, 4)}, "which is no rotation of 64 inputs"),
+        ("boft", {f"{Q}.boft_R": torch.zeros(6, 16, 4, 4)}, "which is no rotation of 64 inputs"),
+        ("boft", {f"{Q}.boft_s": torch.ones(64)}, "here it must be (64, 1)"),
         ("ia3", {f"{Q}.input_blocks": torch.zeros(0, 0, 0)}, "which no adapter of PEFT has"),
     ],
 )  # fmt: skip

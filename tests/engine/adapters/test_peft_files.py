@@ -3,8 +3,10 @@ requirements."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,6 +94,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "oft": ("OFTConfig", {"oft_block_size": 8}),
     "oft by blocks": ("OFTConfig", {"r": 4, "oft_block_size": 0, "use_cayley_neumann": False}),
     "oft bound": ("OFTConfig", {"oft_block_size": 16, "block_share": True, "coft": True, "eps": 0.5}),
+    "boft": ("BOFTConfig", {"boft_block_size": 8}),
+    "boft by blocks": ("BOFTConfig", {"boft_block_size": 0, "boft_block_num": 4, "bias": "boft_only"}),
     "beft": ("BeftConfig", {"target_modules": ["v_proj", "o_proj", "lm_head"]}),
     "ln tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm"]}),
     "trainable tokens": ("TrainableTokensConfig", {"token_indices": [7, 3, 150], "target_modules": None}),
@@ -135,7 +139,8 @@ def write(folder: Path, base: Path, *, resized: int | None = None, kind: str = "
         settings = {"r": 4, "lora_alpha": 8, **settings}
     if kind in {each for each, _ in LEARNED_INPUTS.values()}:
         del settings["target_modules"]
-    adapted = peft.get_peft_model(model, getattr(peft, kind)(**settings))
+    with patch.dict(os.environ):  # BOFT looks for a compiler and sets `CXX`
+        adapted = peft.get_peft_model(model, getattr(peft, kind)(**settings))
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -182,6 +187,25 @@ def test_other_kinds_that_peft_writes_give_what_peft_computes(tmp_path: Path, fa
             assert plain.agrees(prompt, got, TIE), (name, plain.margins(prompt, got))
             same += unchanged.agrees(prompt, got, TIE)
     assert same <= 6, "the adapters make no difference"
+
+
+@pytest.mark.slow
+def test_a_butterfly_is_what_peft_makes_of_its_factors() -> None:
+    """PEFT has more than one only with an extension for CUDA; what it does then is computed here with its functions."""
+    parts.library("peft")
+    from peft.tuners.boft.layer import BOFTLayer
+
+    from tests.engine.adapters.kind_files import Noise, butterfly
+
+    for factors, count, size in ((1, 4, 6), (2, 8, 4), (3, 16, 4), (3, 8, 6)):
+        stored, inputs = Noise(factors)(factors, count, size, size), count * size
+        expected = torch.eye(inputs)
+        for number in range(factors):
+            order = BOFTLayer.block_butterfly_perm(None, inputs, count // 2**number, size // 2, factors - 1)
+            permutation = BOFTLayer.perm2mat(None, order)
+            turns = torch.block_diag(*BOFTLayer.cayley_batch(None, stored[number]))
+            expected = permutation @ (turns @ permutation.t()) @ expected
+        torch.testing.assert_close(butterfly(stored), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow

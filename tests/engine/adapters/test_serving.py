@@ -178,7 +178,7 @@ def broken(folder: Path, good: Path, how: str) -> Path:
         case "use_dora":
             config["use_dora"] = True
         case "peft_type":
-            config["peft_type"] = "BOFT"
+            config["peft_type"] = "HRA"
         case "pissa":
             config["init_lora_weights"] = "pissa_niter_4"
     if (folder / "adapter_config.json").exists():
@@ -203,7 +203,7 @@ PROBLEMS = {
     "modules_to_save": "modules_to_save has lm_head, and adapter_model.safetensors does not",
     "bias": "bias is 'some', which LoRA adapters do not support",
     "use_dora": "has no lora_magnitude_vector, but adapter_config.json has use_dora: True",
-    "peft_type": "peft_type BOFT is not supported: it multiplies matrices of the model",
+    "peft_type": "peft_type HRA is not supported: it multiplies matrices of the model",
     "pissa": "changes the base model",
 }
 

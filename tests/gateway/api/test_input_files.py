@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,20 @@ import anthropic
 import openai
 import pytest
 
+from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.batches import files
 from penstock.gateway.generation import input_files
 from penstock.identity import IdentityStore
 from penstock.knowledge.entities import UnreadableDocument
-from penstock.knowledge.readers import read
+from penstock.knowledge.readers import process, read
+from penstock.knowledge.readers.process import ReaderProcess
+from penstock.knowledge.readers.worker import Result
 from penstock.storage import open_database
 from penstock.text import TextModel
 from tests.gateway.api.test_background_responses import ended
 from tests.gateway.api.test_messages_of_agents import long_window
 from tests.gateway.batches.test_batches import client_of, jsonl, lines, over
-from tests.gateway.conftest import Running, Serving
+from tests.gateway.conftest import Running, Serving, eventually
 from tests.knowledge.files import make_pdf
 
 CSV = b"name,age\nAnn,41\n"
@@ -248,3 +253,75 @@ async def test_the_text_of_a_pdf_is_counted(
             part = {"type": "file", "file": {"file_data": b64(body)}}
             reply = await running.chat(messages=[{"role": "user", "content": [part]}])
             assert reply.status_code == 400 and error in reply.json()["error"]["message"]
+
+
+async def test_documents_of_others_and_of_those_who_left_are_not_waited_for(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging: list[Any] = []
+
+    async def exchanged(reader: Any, task: Any, body: bytes) -> list[Result]:
+        if b"hang" in body:
+            hanging.append(reader)
+            await asyncio.Event().wait()
+        return [Result([], text="Read.")]
+
+    async def started(self: ReaderProcess) -> Any:
+        return self
+
+    async def stopped(self: ReaderProcess) -> None:
+        if self in hanging:
+            hanging.remove(self)
+
+    monkeypatch.setattr(process, "_exchange", exchanged)
+    monkeypatch.setattr(ReaderProcess, "_started", started)
+    monkeypatch.setattr(ReaderProcess, "_stop", stopped)
+
+    def asked(body: bytes) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_data": b64(body)}}]}]}
+
+    async with serving(long_window(text), **settings(tmp_path)) as running:
+        slow = asyncio.create_task(running.chat(**asked(b"%PDF-hang")))
+        await eventually(lambda: len(hanging) == 1)
+        assert (await running.chat(**asked(b"%PDF-1.7"))).status_code == 200  # with another reader
+        slow.cancel()
+        await asyncio.wait((slow,))
+        await eventually(lambda: not hanging)
+
+
+async def test_a_file_that_is_being_deleted_is_not_read_in_part(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE", 4)
+    async with serving(long_window(text), **settings(tmp_path)) as running, client_of(running) as client:
+        file = await client.files.create(file=("a.txt", b"one two three"), purpose="user_data")
+        message = {"role": "user", "content": [{"type": "file", "file": {"file_id": file.id}}]}
+        assert (await running.chat(messages=[message])).status_code == 200
+        database = running.parts.database
+        assert database is not None
+        assert await database.execute("DELETE FROM file_pieces WHERE number = 2")
+        reply = await running.chat(messages=[message])
+        assert reply.status_code == 404 and file.id in reply.json()["error"]["message"]
+
+
+async def test_the_text_of_a_file_is_the_size_of_its_request(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits and smaller models are chosen by it before anything is tokenized."""
+    sizes: list[int] = []
+    real = Quotas.text_work
+
+    def noted(self: Quotas, exchange: Any, model: str, characters: int, **about: Any) -> Any:
+        sizes.append(characters)
+        return real(self, exchange, model, characters, **about)
+
+    async def text_of(self: Any, body: bytes, media_type: str) -> str:
+        return "\u00e4" * 5000
+
+    monkeypatch.setattr(Quotas, "text_work", noted)
+    monkeypatch.setattr(ReaderProcess, "text", text_of)
+    async with serving(long_window(text), **settings(tmp_path)) as running:
+        part = {"type": "file", "file": {"file_data": b64(b"%PDF-1.7")}}
+        messages = [{"role": "user", "content": [part]}]
+        reply = await running.client.post("/tokenize", json={"model": "tiny", "messages": messages})
+        assert reply.status_code == 200 and sizes[-1] >= 10_000

@@ -54,6 +54,10 @@ async def test_the_life_of_a_file(serving: Serving, text: TextModel, tmp_path: P
         assert (old.json()["last_id"], old.json()["has_more"]) == (csv.id, True)
         assert [file.id async for file in files.list(ids=[made.id, "file-none", made.id])] == [made.id]
         assert [file.purpose async for file in other.files.list(order="asc")] == ["user_data"] * 3
+        parts = await other.uploads.create(bytes=2, filename="in-parts", mime_type="Text/HTML", purpose="user_data")
+        part = await other.uploads.parts.create(parts.id, data=b"ab")
+        whole = (await other.uploads.complete(parts.id, part_ids=[part.id])).file
+        assert whole is not None and (await files.retrieve_metadata(whole.id)).mime_type == "text/html"
         gone = await files.delete(made.id)
         assert (gone.id, gone.type) == (made.id, "file_deleted")
         with pytest.raises(anthropic.NotFoundError, match="There is no file"):
@@ -69,6 +73,28 @@ async def test_the_life_of_a_file(serving: Serving, text: TextModel, tmp_path: P
             with pytest.raises(anthropic.BadRequestError) as refused:
                 await wrong
             assert refused.value.body["type"] == "error"  # type: ignore[index]
+
+
+async def test_ids_that_no_file_has(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NUL in an id is no file's, and nothing that PostgreSQL could be asked for."""
+    asked: list[Any] = []
+    async with serving(store_url=store(tmp_path)) as running:
+        database = running.parts.database
+        assert database is not None
+        fetch = database.fetch
+
+        async def noted(sql: str, *values: Any) -> Any:
+            asked.extend(values)
+            return await fetch(sql, *values)
+
+        monkeypatch.setattr(database, "fetch", noted)
+        paths = ["/v1/files/a%00", "/v1/files/a%00/content", "/v1/files?after=a%00"]
+        for path, headers in [*((path, {}) for path in paths), (paths[0], {"anthropic-version": "2023-06-01"})]:
+            assert (await running.client.get(path, headers=headers)).status_code == 404
+        assert (await running.client.delete("/v1/files/a%00")).status_code == 404
+        assert (await running.client.post("/v1/uploads/a%00/cancel")).status_code == 404
+        assert (await running.client.get("/v1/files?purpose=a%00")).status_code == 400
+        assert not any(isinstance(value, str) and "\0" in value for value in asked)
 
 
 async def test_files_of_other_tenants_do_not_exist(serving: Serving, tmp_path: Path) -> None:

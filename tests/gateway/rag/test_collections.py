@@ -82,7 +82,7 @@ async def add(running: Running, collection: str, body: bytes, kind: str, name: s
 
 
 async def ready(running: Running, collection: str) -> dict[str, Any]:
-    for _ in range(600):
+    for _ in range(6000):
         found = (await running.client.get(f"/v1/collections/{collection}")).json()
         if not found["documents"]["queued"] + found["documents"]["processing"]:
             return dict(found)

@@ -224,7 +224,7 @@ async def test_what_is_asked_of_a_search_is_honoured(
 async def test_in_the_background(serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel) -> None:
     async with searching(serving, encoder_endpoint, tmp_path, text, OPENING, ANSWER) as (_, client, store, files):
         made = await client.responses.create(model="tiny", input="Hi", tools=tool(store), background=True)
-        for _ in range(400):
+        for _ in range(6000):
             made = await client.responses.retrieve(made.id)
             if made.status not in ("queued", "in_progress"):
                 break

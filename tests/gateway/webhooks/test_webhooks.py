@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -16,7 +18,7 @@ from penstock.config.webhooks import WebhooksConfig
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.webhooks import delivery
-from penstock.gateway.webhooks.delivery import WebhookClient, WebhookDeliveries, pause_s
+from penstock.gateway.webhooks.delivery import Unreachable, WebhookClient, WebhookDeliveries, pause_s
 from penstock.gateway.webhooks.signature import new_secret, signed_headers
 from penstock.gateway.webhooks.store import EVENT_TYPES, WebhookEndpoint, WebhookStore, types_column
 from penstock.identity import IdentityStore
@@ -185,6 +187,7 @@ REFUSED = {
     "ftp://example.org": "must begin with https://",
     "https://example.org:x/": "must begin with https://",
     "https://a b/": "must begin with https://",
+    "https://xn--/": "valid host",
     "https://ann:secret@example.org": "name or a password",
     "https://127.0.0.1/hook": "private address",
     "https://[::1]/hook": "private address",
@@ -331,7 +334,9 @@ async def test_deliveries_are_tried_again_and_given_up_after_a_while(store_url: 
     await database.close()
 
 
-async def test_the_outbox_is_bounded_and_only_takes_what_is_wanted(store_url: str) -> None:
+async def test_the_outbox_is_bounded_and_only_takes_what_is_wanted(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     now = [1000.0]
     database, store, batches = await outbox(store_url, now, most=2)
 
@@ -347,9 +352,22 @@ async def test_the_outbox_is_bounded_and_only_takes_what_is_wanted(store_url: st
     assert known is not None
     await store.delete(known.id)
     await store.add(hook(), 9)
-    for _ in range(3):
+    for _ in range(4):
         await ended_batch(batches)
     assert await waiting() == 2
+    # What was not recorded is counted, and told by one gateway; another endpoint has room of its own.
+    await store.add(msgspec.structs.replace(hook(), id="whe_2"), 9)
+    await ended_batch(batches)
+    assert await waiting() == 3
+    client, metrics = WebhookClient(LOCAL), MetricRegistry()
+    deliveries = WebhookDeliveries(store, client, LOCAL, metrics)
+    with caplog.at_level("WARNING"):
+        await deliveries._tell_dropped()
+        await deliveries._tell_dropped()
+    assert 'penstock_webhook_deliveries_total{outcome="dropped"} 3' in metrics.render().decode()
+    assert [(one.endpoint, one.events) for one in caplog.records if "dropped" in one.message] == [("whe_1", 3)]  # type: ignore[attr-defined]
+    await client.close()
+    await store.delete("whe_2")
     claimed = await store.claim(60.0)
     assert claimed is not None and await store.claim(60.0, not_of=["acme"]) is None
     await store.again(claimed[0], 0.0, counted=False)
@@ -358,6 +376,99 @@ async def test_the_outbox_is_bounded_and_only_takes_what_is_wanted(store_url: st
     assert await batches.finish("batch_none", "me", "completed", output=None, errors=None, with_files=()) is False
     await store.delete("whe_1")
     assert await waiting() == 0
+    await database.close()
+
+
+class Silent(WebhookClient):
+    """Endpoints that reply when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(LOCAL)
+        self.asked: dict[str, asyncio.Future[int]] = {}
+        """By event."""
+
+    async def post(self, endpoint: WebhookEndpoint, id: str, body: bytes, now: float) -> int:
+        self.asked[id] = asyncio.get_running_loop().create_future()
+        return await self.asked[id]
+
+
+async def test_places_go_to_those_who_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "AT_ONCE", 4)
+    now = [1000.0]
+    database, store, _ = await outbox(f"sqlite:///{tmp_path / 'x.db'}", now)
+    client = Silent()
+    deliveries = WebhookDeliveries(store, client, LOCAL, MetricRegistry())
+
+    async def events(tenant: str, endpoint: str, count: int) -> None:
+        await store.add(msgspec.structs.replace(hook(), id=endpoint, tenant=tenant), 9)
+        for number in range(count):
+            now[0] += 1
+            await database.execute(
+                "INSERT INTO webhook_deliveries VALUES (?, ?, ?, 'batch.failed', 'b', ?, ?, 0)",
+                f"{endpoint}.{number}", endpoint, tenant, now[0], now[0],
+            )  # fmt: skip
+
+    async def begun() -> set[str]:
+        await deliveries._begin_due()
+        await eventually(lambda: len(client.asked) >= len(deliveries._running))
+        return {one.event for one in deliveries._running.values()}
+
+    async def replied(event: str) -> None:
+        client.asked.pop(event).set_result(200)
+        await eventually(lambda: event not in {one.event for one in deliveries._running.values()})
+
+    await events("acme", "slow", 5)
+    assert await begun() == {"slow.0", "slow.1"}  # no endpoint has all the places of its tenant
+    await events("acme", "other", 5)
+    assert await begun() == {"slow.0", "slow.1", "other.0", "other.1"}
+    await events("beta", "late", 2)
+    await replied("slow.0")
+    assert await begun() == {"slow.1", "other.0", "other.1", "late.0"}  # though others have waited longer
+    await replied("slow.1")
+    await events("acme", "third", 1)
+    assert await begun() == {"other.0", "other.1", "late.0", "slow.2"}
+    await replied("other.0")
+    assert await begun() == {"other.1", "late.0", "slow.2", "third.0"}
+    await deliveries.close()
+    await client.close()
+    await database.close()
+
+
+async def test_a_fault_is_an_attempt_too(tmp_path: Path, receiver: Receiver) -> None:
+    """Whatever goes wrong with a delivery, it is not tried for ever."""
+    now = [1000.0]
+    database, store, batches = await outbox(f"sqlite:///{tmp_path / 'x.db'}", now)
+    long = f"https://{'a' * 70}.example"  # no name can be that long
+    await store.add(hook(long), 1)
+    await ended_batch(batches)
+    client = WebhookClient(LOCAL)
+    claimed = await store.claim(60.0)
+    assert claimed is not None and claimed[1] is not None
+    with pytest.raises(Unreachable, match="cannot be found"):
+        await client.post(claimed[1], "evt_1", b"{}", now[0])
+    with pytest.raises(Unreachable, match="IDNA"):
+        await client.post(hook("https://xn--/"), "evt_1", b"{}", now[0])
+    with pytest.raises(Unreachable, match="plain_http"):  # which may have been on when it was registered
+        await WebhookClient(WebhooksConfig(enabled=True)).post(hook(receiver.url), "evt_1", b"{}", now[0])
+
+    async def broken(*_: Any) -> int:
+        raise ZeroDivisionError
+
+    client.post = broken  # type: ignore[method-assign, assignment]
+    await WebhookDeliveries(store, client, LOCAL, MetricRegistry())._deliver(*claimed)
+    assert await database.fetch("SELECT attempts FROM webhook_deliveries") == [(1,)]
+    await client.close()
+    await database.close()
+
+
+async def test_a_change_leaves_what_it_does_not_name(store_url: str) -> None:
+    database, store, _ = await outbox(store_url, [1000.0])
+    await store.add(hook(), 1)
+    assert await store.change("whe_1", {"secret": "new", "updated_at": 2.0})
+    assert await store.change("whe_1", {"name": "other"})  # by somebody who read the endpoint before that
+    known = await store.get("whe_1", "acme")
+    assert known is not None and (known.secret, known.name, known.url) == ("new", "other", "https://example.org")
+    assert not await store.change("whe_2", {"name": "other"})
     await database.close()
 
 

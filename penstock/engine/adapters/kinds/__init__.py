@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from penstock.engine.adapters.end_tensors import VIRTUAL
 from penstock.engine.adapters.input_tensors import BLOCKS
 from penstock.engine.adapters.kinds import rules
+from penstock.engine.adapters.kinds.butterflies import Butterflies
 from penstock.engine.adapters.kinds.low_rank import LOW_RANK
 from penstock.engine.adapters.kinds.modules import Tensors
 from penstock.engine.adapters.kinds.prompts import PROMPTS
@@ -23,7 +24,7 @@ from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.prefixes import PREFIX
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
-from penstock.engine.adapters.vector_tensors import ADDED, FACTOR
+from penstock.engine.adapters.vector_tensors import ADDED, FACTOR, SCALE
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
@@ -45,9 +46,15 @@ class Kind(Protocol):
         ...
 
 
-KINDS: Mapping[str, Kind] = {**LOW_RANK, **RENAMED, **PROMPTS, "OFT": Rotations("OFT", rules.OFT)}
+KINDS: Mapping[str, Kind] = {
+    **LOW_RANK,
+    **RENAMED,
+    **PROMPTS,
+    "OFT": Rotations("OFT", rules.OFT),
+    "BOFT": Butterflies(),
+}
 """Other than LoRA, by `peft_type`."""
-_MADE = tuple(f".{name}" for name in (BLOCKS, FACTOR, ADDED, VIRTUAL))
+_MADE = tuple(f".{name}" for name in (BLOCKS, FACTOR, ADDED, SCALE, VIRTUAL))
 """Names that tensors have here only once they are converted."""
 
 

@@ -20,7 +20,7 @@ _NEW = ("its change of the model is not known here", _MERGE)
 _REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT"), _PROMPT),
     **dict.fromkeys(("XLORA", "POLY"), _ROUTED),
-    **dict.fromkeys(("BOFT", "HRA", "PSOFT", "ROAD", "HIRA", "BONE"), _TURNS),
+    **dict.fromkeys(("HRA", "PSOFT", "ROAD", "HIRA", "BONE"), _TURNS),
     **dict.fromkeys(("FOURIERFT", "WAVEFT", "C3A", "RANDLORA", "SHIRA", "GRALORA", "TINYLORA", "UNILORA"), _FULL),
 }
 

@@ -88,6 +88,13 @@ OFT = _rules(
     ("r", "oft_block_size", "module_dropout", "init_weights"),
     bias=("none", "all", "oft_only"),
 )
+# So it is here, with the number of factors.
+BOFT = _rules(
+    "BOFT",
+    (),
+    ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout", "init_weights"),
+    bias=("none", "all", "boft_only"),
+)
 # Whether a vector of IA3 multiplies inputs is in its shape.
 IA3 = _rules("IA3", (), ("feedforward_modules", "init_ia3_weights"))
 BEFT = _rules("BEFT", (), ("init_weights",))
