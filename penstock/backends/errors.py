@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.adapters.spec import ADAPTER_FAILED, ADAPTER_UNKNOWN, NO_ADAPTERS
-from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, Delta
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, TOO_LONG, Delta
 from penstock.protocol.errors import (
     ApiError,
     Draining,
@@ -38,6 +38,8 @@ def error_of(delta: Delta) -> ApiError:
         return InvalidRequest(sentence(message), code="unsupported_grammar")
     if message.startswith(TOKENS_UNKNOWN):
         return InvalidRequest(sentence(message), param="prompt")
+    if message.startswith(TOO_LONG):
+        return InvalidRequest(f"{message}.", param="prompt", code="context_length_exceeded")
     return ServerError(message)
 
 

@@ -241,7 +241,8 @@ class ModelConfig:
     )  # fmt: skip
     adapter_memory: int | None = setting(
         None, doc="Memory of each GPU that is left free for what adapters have beside their slots, such as the blocks "
-        "of OFT. When not set, what the listed adapters in local folders need.", least=0, size=True, example="512MiB",
+        "of OFT and prefixes. When not set, what the listed adapters in local folders need.", least=0, size=True,
+        example="512MiB",
     )  # fmt: skip
     adapter_tokens: int | None = setting(
         None, doc="Tokens that an adapter may add to the model's vocabulary, or put before prompts (prompt tuning). "

@@ -149,8 +149,8 @@ class EngineConfig:
     Without it such adapters lie in what is left free, and their steps are not captured. On CPU nothing is reserved."""
     adapter_memory: int | None = None
     """Bytes of a device that are left free for what adapters have beside their slots: blocks that turn inputs (OFT),
-    and vectors and norms where nothing is reserved for these. Not set: what the `adapters` that are folders on this
-    machine need of it. On CPU it means nothing."""
+    prefixes, and vectors and norms where nothing is reserved for these. Not set: what the `adapters` that are folders
+    on this machine need of it. On CPU it means nothing."""
     adapter_tokens: int | None = None
     """Tokens that an adapter may have behind the model's vocabulary. Not set: those of the `adapters` that are folders
     on this machine."""

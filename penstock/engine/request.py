@@ -26,6 +26,8 @@ QUEUE_FULL = "the engine's queue is full"
 
 TOKENS_UNKNOWN = "the request has unknown tokens"
 """How `Delta.error` begins when a prompt or a parameter has a token that the model, or its adapter, does not have."""
+TOO_LONG = "prompt is too long"
+"""How `Delta.error` begins when a prompt does not fit into the context window. Agents look for these words."""
 GRAMMAR_REFUSED = "the grammar cannot be used"
 """How `Delta.error` begins when the request's own grammar is the cause."""
 

@@ -24,7 +24,7 @@ from penstock.engine.adapters.spec import (
     name_problem,
 )
 from penstock.engine.kv.block_hash import root_name
-from penstock.engine.request import TOKENS_UNKNOWN
+from penstock.engine.request import TOKENS_UNKNOWN, TOO_LONG
 from penstock.engine.sequence import Sequence
 from penstock.errors import ConfigError
 
@@ -32,8 +32,7 @@ PATIENCE_S = 1.0
 MOVES_PER_STEP = 2
 """Copies into slots between two steps: bounds how long running sequences are delayed."""
 _LOADER_WAIT_S = 0.002
-_TOO_LONG = f"{ADAPTER_FAILED}: with its virtual tokens the request has"
-_NO_TOKEN = f"{TOKENS_UNKNOWN}: the adapter does not have all of the prompt's; it has those up to"
+_NO_TOKEN = f"{TOKENS_UNKNOWN}: the adapter does not have all of the prompt's and the allowed; it has those up to"
 
 
 class AdapterPool:
@@ -276,14 +275,18 @@ class AdapterPool:
 
     def _mismatch(self, seq: Sequence, adapter: LoadedAdapter) -> str | None:
         """Why a sequence cannot run with the adapter that it asks for, or None."""
-        if self.room and max(seq.tokens) >= self._vocabulary:
+        allowed = seq.params.allowed_token_ids
+        if self.room and max(max(seq.tokens), max(allowed, default=0)) >= self._vocabulary:
             # Those behind the model's vocabulary are the adapter's own; virtual ones are not for prompts.
             rows = None if adapter.virtual else adapter.rows
-            if rows is None or not rows.has(seq.tokens, self._vocabulary):
+            if rows is None or not rows.has((*seq.tokens, *allowed), self._vocabulary):
                 return f"{_NO_TOKEN} {self._vocabulary - 1}, and of its own"
         total = len(seq.tokens) + adapter.virtual
         if total >= seq.window:
-            return f"{_TOO_LONG} {total} tokens; with at least one to generate, at most {seq.window - 1} fit"
+            return (
+                f"{TOO_LONG}: {total} tokens > {seq.window - 1} maximum, with the {adapter.virtual} virtual tokens "
+                "that its adapter puts before it; shorten the prompt"
+            )
         return None
 
     def virtual_tokens(self, name: str) -> list[int]:

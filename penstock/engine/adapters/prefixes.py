@@ -46,7 +46,7 @@ class StoredPrefix:
 def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPrefix:
     """This process's part of what a file has."""
     layout = cut.whole
-    index = next((index for index, site in enumerate(layout.sites) if site.attribute == _QKV), None)
+    index = _site(cut)
     if index is None or any(site.of_recurrent or site.attribute == DELTA_MIX for site in layout.sites):
         raise CheckpointError("prefix tuning needs a model whose layers all have attention over keys and values")
     width = layout.sites[index].sizes[1]
@@ -67,6 +67,21 @@ def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPr
     return StoredPrefix(data)
 
 
+def prefix_bytes(tokens: int, cut: AdapterCut, dtype: torch.dtype) -> int:
+    """What the keys and values of so many tokens take, of this process's part of the model."""
+    index = _site(cut)
+    if index is None:
+        return 0
+    whole = torch.empty(cut.whole.sites[index].sizes[1], 0)
+    width = sum(len(rows_of(whole, of)) for of in cut.outputs[index][1:3])
+    return tokens * (cut.layers[1] - cut.layers[0]) * width * dtype.itemsize
+
+
+def _site(cut: AdapterCut) -> int | None:
+    """Which site makes queries, keys and values."""
+    return next((index for index, site in enumerate(cut.whole.sites) if site.attribute == _QKV), None)
+
+
 class PrefixBank:
     """The prefixes of all slots. `begin` is that of `LoraKernel`."""
 
@@ -78,7 +93,8 @@ class PrefixBank:
         """Of a step's positions: what `chosen` returns for them."""
 
     def put(self, slot: int, prefix: StoredPrefix | None) -> None:
-        """Bring the prefix of an adapter into a slot. Few adapters have one: nothing is reserved for it."""
+        """Bring the prefix of an adapter into a slot. Few adapters have one: slots reserve nothing for it. See
+        `AdaptedModel.beside`."""
         self._held[slot] = None
         if prefix is not None:
             self._held[slot] = prefix.to(self._device)

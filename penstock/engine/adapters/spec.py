@@ -24,6 +24,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
 """Kinds that put tokens before every prompt: rows of the embedding, or keys and values."""
+_STORED_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Those of them that are keys and values."""
+MOST_TOKENS = 65536
+"""Of an adapter's own, that are made room for where the configuration does not say."""
 
 _OF_OUTPUTS = ("IA3", "BEFT", "LN_TUNING", "BOFT")
 """Kinds that change single outputs of linears, or norms."""
@@ -166,7 +170,17 @@ def virtual_tokens(folder: Path) -> int:
     """How many tokens the adapter in a folder puts before every prompt; 0 where it puts none, or cannot be read."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        return int(config["num_virtual_tokens"]) if config.get("peft_type") in VIRTUAL_KINDS else 0
+        count = int(config["num_virtual_tokens"]) if config.get("peft_type") in VIRTUAL_KINDS else 0
+        return min(max(count, 0), MOST_TOKENS)
+    except _UNREADABLE:
+        return 0
+
+
+def stored_keys(folder: Path) -> int:
+    """For how many of these tokens the adapter in a folder has keys and values; the same."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        return virtual_tokens(folder) if config.get("peft_type") in _STORED_KEYS else 0
     except _UNREADABLE:
         return 0
 

@@ -20,17 +20,19 @@ from penstock.engine.adapters.norm_tensors import NormNames
 from penstock.engine.adapters.norms import norms_in_layer, norms_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
-from penstock.engine.adapters.prefixes import PrefixBank
+from penstock.engine.adapters.prefixes import PrefixBank, prefix_bytes
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
 from penstock.engine.adapters.spec import (
     DEFAULT_SLOTS,
+    MOST_TOKENS,
     changes_experts,
     changes_outputs,
     default_rank,
     input_blocks,
     name_problem,
     replaced_rows,
+    stored_keys,
     stored_tokens,
     virtual_tokens,
 )
@@ -44,8 +46,6 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
-_MOST_TOKENS = 65536
-"""Of adapters, that are made room for where the configuration does not say."""
 _FEW_ROWS = 64
 """Rows of embedding and head that slots have room for in any case: those of a few special tokens."""
 
@@ -80,14 +80,18 @@ def with_vectors(config: EngineConfig) -> bool:
     return any(changes_outputs(Path(spec.source).expanduser()) for spec in config.adapters)
 
 
-def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut) -> int:
+def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut, dtype: torch.dtype) -> int:
     """Bytes that are to stay free for what adapters have beside their slots: as configured, or what the listed ones
-    that are folders here need if the largest are in slots together. `cut`: this process's part of the model."""
+    that are folders here need if the largest are in slots together. `cut`: this process's part of the model, `dtype`:
+    of its activations."""
     if backend.in_host_memory:
         return 0
     if config.adapter_memory is not None:
         return config.adapter_memory
-    found = [_block_bytes(input_blocks(Path(spec.source).expanduser()), cut) for spec in config.adapters]
+    folders = [Path(spec.source).expanduser() for spec in config.adapters]
+    found = [
+        _block_bytes(input_blocks(folder), cut) + prefix_bytes(stored_keys(folder), cut, dtype) for folder in folders
+    ]
     return sum(sorted(found, reverse=True)[: slot_count(config)])
 
 
@@ -118,7 +122,7 @@ def token_count(config: EngineConfig, vocabulary: int) -> int:
         return config.adapter_tokens
     folders = [Path(spec.source).expanduser() for spec in config.adapters]
     counts = [stored_tokens(folder) - vocabulary for folder in folders] + [virtual_tokens(one) for one in folders]
-    return min(_MOST_TOKENS, max((0, *counts)))
+    return min(MOST_TOKENS, max((0, *counts)))
 
 
 def adapt_model(
@@ -209,7 +213,7 @@ def adapt_model(
     kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
-        beside = beside_slots(config, backend, cut)
+        beside = beside_slots(config, backend, cut, activations)
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read, beside=beside)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
     summed = {site.attribute for site, whole in pairs if site.inputs != whole.inputs}
@@ -224,7 +228,7 @@ def adapt_model(
     kernel.norms = backend.norm_bank(norms_of(decoder), slots, reserved=reserved)
     return AdaptedModel(
         kernel, plain, layout, dtype, read, narrow, further, always, captures_altered=reserved,
-        beside=beside_slots(config, backend, cut),
+        beside=beside_slots(config, backend, cut, activations),
     )  # fmt: skip
 
 

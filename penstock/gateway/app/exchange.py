@@ -76,6 +76,7 @@ class Exchange:
         "decisions",
         "demand",
         "dialect",
+        "documents",
         "extra_headers",
         "handed_over",
         "ignored",
@@ -123,6 +124,8 @@ class Exchange:
         self.status: int | None = None
         self.body_read = False
         self.body_size = 0
+        self.documents = False
+        """Whether the model reads documents that came with the request."""
         self.caller: Caller = OPEN_CALLER
         self.demand: Demand = NO_DEMAND
         """The labels that whatever gets data of this request must have; only ever narrowed."""
@@ -167,7 +170,7 @@ class Exchange:
             refuses_unknown=False,
         )
         copy.shadow = copy.body_read = True
-        copy.demand = self.demand
+        copy.demand, copy.documents = self.demand, self.documents
         copy.caller, copy.route, copy.dialect, copy.body_size = self.caller, self.route, self.dialect, self.body_size
         copy.request_id = copy.record.request_id = self.request_id
         copy.record.route, copy.record.tenant = self.record.route, self.record.tenant

@@ -213,7 +213,8 @@ class ChatGenerations(GenerationFactory):
         # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
         # What is said about the prompt's tokens holds for that very prompt.
         about_prompt = request.prompt_logprobs is not None or request.return_token_ids
-        comparable = not (turn.stored or following or sources or about_prompt)
+        # Documents that read alike to the semantic cache may say the opposite.
+        comparable = not (turn.stored or following or sources or about_prompt or attempt.exchange.documents)
         spec = request_spec(
             attempt,
             self.settings,

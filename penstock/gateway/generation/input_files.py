@@ -112,6 +112,7 @@ class InputFiles:
     @asynccontextmanager
     async def reading(self, exchange: Exchange) -> AsyncIterator[FileReading]:
         """For the files of one request. Take it only where there are some: it may have to wait."""
+        exchange.documents = True
         async with self._slots.slot(exchange.caller.tenant):
             reader = self._free.pop()
             try:

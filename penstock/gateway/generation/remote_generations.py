@@ -113,7 +113,7 @@ class RemoteGenerations:
         if request.functions and not model.supports("parallel_tool_calls"):  # of several calls, the first is shown
             del body["parallel_tool_calls"]
         stops, here = self._stops(request)
-        comparable = not (turn.stored or following or sources or request.return_token_ids)
+        comparable = not (turn.stored or following or sources or request.return_token_ids or exchange.documents)
         spec = self._spec(
             attempt,
             request,

@@ -73,7 +73,7 @@ class WebhookClient:
             raise Unreachable(str(error)) from error
         except TimeoutError as error:
             raise Unreachable(f"no reply within {self._timeout_s:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}"[:256]) from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 
 from penstock.config.webhooks import WebhooksConfig
@@ -175,11 +176,14 @@ class WebhookEndpoints:
         schemes = ("https", "http") if self._config.plain_http else ("https",)
         try:
             parts = urlsplit(url)
-            host, _ = parts.hostname or "", parts.port
-        except ValueError:
+            host, _ = httpx.URL(url).host, parts.port  # as the client that sends reads it
+        except (ValueError, httpx.InvalidURL):
             host, parts = "", urlsplit("")
         if parts.scheme not in schemes or not host or not url.isprintable() or " " in url:
-            raise InvalidRequest(f"`url` must begin with {' or '.join(f'{one}://' for one in schemes)}.", param="url")
+            raise InvalidRequest(
+                f"`url` must begin with {' or '.join(f'{one}://' for one in schemes)} and have a valid host.",
+                param="url",
+            )
         if parts.username is not None or parts.password is not None:
             raise InvalidRequest("`url` must not contain a name or a password.", param="url")
         try:

@@ -10,19 +10,31 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penstock.engine.adapters.inputs import InputBlocks
 from penstock.engine.adapters.layout import layout_of, uncut
 from penstock.engine.adapters.peft import read_adapter
-from penstock.engine.adapters.spec import AdapterSpec, changes_outputs, input_blocks
+from penstock.engine.adapters.prefixes import read_prefix
+from penstock.engine.adapters.spec import (
+    AdapterSpec,
+    changes_outputs,
+    input_blocks,
+    replaced_rows,
+    stored_keys,
+    virtual_tokens,
+)
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.families import read_config
+from penstock.engine.parallel.adapters import adapter_cut
+from penstock.engine.parallel.layout import Place
 from penstock.engine.startup.adapters import beside_slots, with_vectors
 from penstock.engine.startup.memory import size_cache
 from penstock.sources.adapters import needs_of_listed
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.kind_files import write_kind
+from tests.engine.adapters.test_prefixes import write_prefix
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -80,7 +92,7 @@ def test_room_for_blocks_is_what_an_adapter_takes(base: Path, tmp_path: Path, na
     layout = layout_of(read_config(json.loads((base / "config.json").read_text())))
     loaded = read_adapter("a", folder, layout, max_rank=16, dtype=torch.float32, pin=False)
     config = EngineConfig(model="m", adapters=(AdapterSpec("a", str(folder)),))
-    assert beside_slots(config, DEVICE, uncut(layout)) == stored_bytes(loaded.inputs) > 0
+    assert beside_slots(config, DEVICE, uncut(layout), torch.float16) == stored_bytes(loaded.inputs) > 0
 
 
 def test_room_is_for_the_largest_that_are_in_slots_together(base: Path, tmp_path: Path) -> None:
@@ -89,14 +101,33 @@ def test_room_is_for_the_largest_that_are_in_slots_together(base: Path, tmp_path
     folders.append(write_adapter(tmp_path / "lora", base))
     cut = uncut(layout_of(read_config(json.loads((base / "config.json").read_text()))))
     each = [
-        beside_slots(EngineConfig(model="m", adapters=(AdapterSpec("a", str(one)),)), DEVICE, cut) for one in folders
+        beside_slots(EngineConfig(model="m", adapters=(AdapterSpec("a", str(one)),)), DEVICE, cut, torch.float16)
+        for one in folders
     ]
     assert each[3] == 0 and len(set(each)) == 4
     specs = tuple(AdapterSpec(str(number), str(folder)) for number, folder in enumerate(folders))
     listed = EngineConfig(model="m", adapters=specs, adapter_slots=2)
-    assert beside_slots(listed, DEVICE, cut) == sum(sorted(each)[-2:])
-    assert beside_slots(replace(listed, adapter_memory=123), DEVICE, cut) == 123
-    assert beside_slots(listed, cast(Backend, SimpleNamespace(in_host_memory=True)), cut) == 0
+    assert beside_slots(listed, DEVICE, cut, torch.float16) == sum(sorted(each)[-2:])
+    assert beside_slots(replace(listed, adapter_memory=123), DEVICE, cut, torch.float16) == 123
+    assert beside_slots(listed, cast(Backend, SimpleNamespace(in_host_memory=True)), cut, torch.float16) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_room_for_a_prefix_is_what_it_takes(base: Path, tmp_path: Path, rank: int) -> None:
+    """Each of four ranks keeps one of the two heads of its two layers."""
+    folder = write_prefix(tmp_path / "prefix", base, "cartridge")
+    model = read_config(json.loads((base / "config.json").read_text()))
+    cut = adapter_cut(model, Place(rank, 2, 2))
+    kept = read_prefix(load_file(folder / "adapter_model.safetensors")["prompt_embeddings"], cut, torch.float16)
+    config = EngineConfig(model="m", adapters=(AdapterSpec("a", str(folder)),))
+    assert beside_slots(config, DEVICE, cut, torch.float16) == kept.data.nbytes > 0
+
+
+def test_no_count_of_virtual_tokens_takes_all_memory(tmp_path: Path) -> None:
+    for count, expected in ((10**15, 65536), (-3, 0), (True, 1), ("many", 0), (None, 0), (40, 40)):
+        text = json.dumps({"peft_type": "CARTRIDGE", "num_virtual_tokens": count})
+        (tmp_path / "adapter_config.json").write_text(text)
+        assert virtual_tokens(tmp_path) == stored_keys(tmp_path) == replaced_rows(tmp_path) == expected
 
 
 def test_the_cache_leaves_that_room(base: Path) -> None:

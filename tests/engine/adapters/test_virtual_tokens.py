@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.backends.errors import error_of
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.core import Engine
 from penstock.engine.kv.block_hash import block_names
@@ -185,9 +186,12 @@ def test_the_context_window_holds_them_too(base: Path, specs: tuple[AdapterSpec,
         engine.submit(Request("long", [3] * 19, SamplingParams(max_tokens=9), adapter="encoded"))
         (delta,) = drain(engine)
         assert delta.error == (
-            "the adapter cannot be used: with its virtual tokens the request has 40 tokens; with at least one to "
-            "generate, at most 39 fit"
+            "prompt is too long: 40 tokens > 39 maximum, with the 21 virtual tokens that its adapter puts before it; "
+            "shorten the prompt"
         )
+        refused = error_of(delta)
+        assert (refused.status, refused.code) == (400, "context_length_exceeded")
+        assert refused.message == f"{delta.error}."
     params = SamplingParams(max_tokens=30, temperature=0.0)
     assert len(generate(engine, Request("fits", [3] * 15, params, adapter="encoded"))["fits"]) == 4
     assert len(generate(engine, Request("base", [3] * 15, params))["base"]) == 25
@@ -198,6 +202,20 @@ def test_prompts_cannot_name_them(base: Path, specs: tuple[AdapterSpec, ...]) ->
     for _ in range(2):
         engine.submit(ask("named", [5, OWN], "tuned"))
         assert any("does not have all of the prompt's" in (delta.error or "") for delta in drain(engine))
+
+
+@pytest.mark.parametrize("adapter", ["tuned", "lora"])
+def test_answers_cannot_be_made_of_tokens_that_the_adapter_lacks(
+    base: Path, specs: tuple[AdapterSpec, ...], adapter: str
+) -> None:
+    engine = make_engine(base, adapters=specs)
+    for _ in range(2):
+        engine.submit(Request("none", [5, 6], SamplingParams(allowed_token_ids=(7, OWN + 1)), adapter=adapter))
+        (delta,) = drain(engine)
+        assert delta.error is not None and error_of(delta).status == 400
+        assert "does not have all of the prompt's and the allowed; it has those up to 198" in delta.error
+    got = generate(engine, Request("some", [5, 6], SamplingParams(allowed_token_ids=(7, 8)), adapter=adapter))
+    assert set(got["some"]) <= {7, 8}
 
 
 def test_they_can_be_loaded_later_where_there_is_room(base: Path, specs: tuple[AdapterSpec, ...]) -> None:

@@ -25,6 +25,8 @@ from penstock.text import TextModel
 from penstock.text.adapter_text import AdapterTexts
 from penstock.text.vocabulary import grammars_of
 from tests.engine.adapters.files import write_adapter
+from tests.engine.adapters.test_prefixes import write_prefix
+from tests.engine.adapters.test_virtual_tokens import write_prompt
 from tests.engine.tiny import write_checkpoint
 from tests.ports import free_port
 
@@ -166,3 +168,31 @@ async def test_engines_without_slots_say_so(base: Path, text: TextModel, folders
         assert "penstock_adapter" not in [
             line.split("{")[0] for line in (await client.get("/metrics")).text.split("\n")
         ]
+
+
+async def test_virtual_tokens_stay_inside(base: Path, text: TextModel, tmp_path: Path) -> None:
+    """Usage, echo and limits are of the prompt as it was sent; what does not fit with them is the client's to mend."""
+    specs = [AdapterSpec("prefix", str(write_prefix(tmp_path / "prefix", base, "cartridge")))]
+    specs.append(AdapterSpec("tuned", str(write_prompt(tmp_path / "tuned", base, "tuned"))))
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    async with serving(base, text, *specs, max_model_len=64) as client:
+        for model in ("prefix", "tuned", "tiny"):
+            echoed = {**body, "model": model, "echo": True, "logprobs": 1, "n": 2}
+            answer = (await client.post("/v1/completions", json=echoed)).json()
+            usage = answer["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 10)
+            for choice in answer["choices"]:
+                scored = choice["logprobs"]["token_logprobs"]
+                assert len(scored) == 9 and [each is None for each in scored] == [True] + 8 * [False]
+        for prompt, max_tokens in (([7] * 50, 2), ([7] * 45, 3)):
+            long = {**body, "model": "prefix", "prompt": prompt, "max_tokens": max_tokens}
+            for stream in (False, True):
+                answer = await client.post("/v1/completions", json={**long, "stream": stream})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), answer.text
+                words = f"prompt is too long: {len(prompt) + 19} tokens > 63 maximum, with the 19 virtual tokens"
+                assert error["message"].startswith(words)
+            assert (await client.post("/v1/completions", json={**long, "model": "tiny"})).status_code == 200
+        fits = {**body, "model": "prefix", "prompt": [7] * 42, "max_tokens": 20}
+        choice = (await client.post("/v1/completions", json=fits)).json()
+        assert choice["usage"]["completion_tokens"] == 3 and choice["choices"][0]["finish_reason"] == "length"

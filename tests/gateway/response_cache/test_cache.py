@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +257,11 @@ async def test_the_same_question_in_other_words_is_found_and_a_different_one_is_
         different = ["How do I never reset my password?", "How do I reset my 2 passwords?", "How do I reset my router?"]
         for other in different:
             assert (await ask(running, other))[1] == "miss", other
+        for sign in "+-":  # files whose words are the same
+            data = base64.b64encode(f"x = a {sign} b".encode()).decode()
+            file = {"type": "file", "file": {"filename": "a.py", "file_data": data}}
+            about = [{"role": "user", "content": [file, {"type": "text", "text": "What does this print?"}]}]
+            assert (await running.chat(temperature=0, messages=about)).headers[CACHE] == "miss"
         question = {"role": "user", "content": "How can I reset my password?"}
         walls: list[dict[str, Any]] = [
             {"messages": [{"role": "system", "content": "Be rude."}, question]},

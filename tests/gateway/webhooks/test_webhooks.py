@@ -187,6 +187,7 @@ REFUSED = {
     "ftp://example.org": "must begin with https://",
     "https://example.org:x/": "must begin with https://",
     "https://a b/": "must begin with https://",
+    "https://xn--/": "valid host",
     "https://ann:secret@example.org": "name or a password",
     "https://127.0.0.1/hook": "private address",
     "https://[::1]/hook": "private address",
@@ -445,6 +446,8 @@ async def test_a_fault_is_an_attempt_too(tmp_path: Path, receiver: Receiver) -> 
     assert claimed is not None and claimed[1] is not None
     with pytest.raises(Unreachable, match="cannot be found"):
         await client.post(claimed[1], "evt_1", b"{}", now[0])
+    with pytest.raises(Unreachable, match="IDNA"):
+        await client.post(hook("https://xn--/"), "evt_1", b"{}", now[0])
     with pytest.raises(Unreachable, match="plain_http"):  # which may have been on when it was registered
         await WebhookClient(WebhooksConfig(enabled=True)).post(hook(receiver.url), "evt_1", b"{}", now[0])
 

@@ -15,7 +15,9 @@ _FILES = ("file", "base64")
 
 async def read_documents(exchange: Exchange, files: InputFiles, messages: Sequence[Message]) -> None:
     """Replaces the sources of documents that are files by their text."""
-    documents = [found for found in _documents(messages) if found[0].source.get("type") in _FILES]
+    every = list(_documents(messages))
+    exchange.documents = bool(every)
+    documents = [found for found in every if found[0].source.get("type") in _FILES]
     if not documents:
         return
     async with files.reading(exchange) as reading:
