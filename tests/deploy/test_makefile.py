@@ -21,9 +21,9 @@ PYTHON = f"""\
 #!/bin/bash
 case "$*" in
   "-m venv "*) mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python" ;;
-  *" install "*" -r "*) exec {sys.executable} wait.py ;;
+  *" install "*" -r "*) exec '{sys.executable}' wait.py ;;
   *" install "*) echo "${{@: -1}}" >>installs ;;
-  -c*) exec {sys.executable} "$@" ;;
+  -c*) exec '{sys.executable}' "$@" ;;
 esac
 """
 
