@@ -94,6 +94,8 @@ class NativeBackend(EngineClient):
         self._local = endpoint.startswith(("ipc://", "inproc://"))
         self._proposal = Proposal()
         self._hello_at = float("-inf")
+        self._registering = False
+        """Whether it has said goodbye and hello, and is not registered yet."""
 
     @property
     def protocol(self) -> int:
@@ -241,9 +243,10 @@ class NativeBackend(EngineClient):
             case Step(output):
                 if self._up:
                     self._deliver(output)
-                else:
-                    # It was given up after a silence but still has our registration: register again.
-                    self._try_send(Goodbye())
+                elif not self._registering:
+                    # It was given up after a silence but still has our registration: register again. Once, however
+                    # much it had sent: a second answer would end the requests that came after the first.
+                    self._registering = self._try_send(Goodbye())
                     self._say_hello()
             case Ready():
                 self._on_ready(message)
@@ -269,6 +272,7 @@ class NativeBackend(EngineClient):
     def _on_ready(self, ready: Ready) -> None:
         if self._proposal.agreed(ready.version):
             self.problem = ""
+            self._registering = False
             self._lost("it was restarted")
             self._came_up(ready.info, ready.state)
             extra = {"engine": self.name, "instance": ready.info.instance, "protocol": ready.version}
@@ -292,6 +296,7 @@ class NativeBackend(EngineClient):
         while self._socket is not None and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
             if event == zmq.EVENT_DISCONNECTED:
+                self._registering = False
                 self._lost("its connection was closed")
             else:
                 self._proposal.again()

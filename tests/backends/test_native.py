@@ -11,9 +11,10 @@ import pytest
 
 from penstock.backends.mailbox import Mailbox
 from penstock.backends.native import NativeBackend
-from penstock.engine.request import Request, SamplingParams
+from penstock.engine.request import Request, SamplingParams, StepOutput
 from penstock.engine_host.server import EngineServer
 from penstock.protocol.errors import EngineLost, EngineUnavailable, Overloaded
+from penstock.protocol.messages import Goodbye, Step, ToEngine
 from penstock.protocol.transport import CurveClient, CurveServer, Listener, generate_keypair, public_key
 from penstock.text import TextModel
 from tests.gateway.conftest import eventually
@@ -159,6 +160,30 @@ async def test_a_frozen_engine_loses_its_requests_and_is_found_again_when_it_tha
     assert backend.load.generation_tokens >= counted, "it is the same engine: its counters go on"
     await eventually(lambda: engine.load_snapshot().running == 0)
     assert [delta async for delta in backend.generate(request("b", 3))][-1].finish_reason == "length"
+    await backend.close()
+
+
+async def test_an_engine_that_thaws_is_greeted_once(
+    start: Start, tmp_path: Path, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(ScriptedEngine(text))
+    backend, sent = NativeBackend(f"ipc://{tmp_path}/e"), []
+    await backend.start()
+    await backend.wait_ready(60)
+    original = backend._try_send
+
+    def seen(message: ToEngine) -> bool:
+        sent.append(type(message))
+        return original(message)
+
+    monkeypatch.setattr(backend, "_try_send", seen)
+    for _ in range(2):
+        backend._lost("a test says so")
+        for _ in range(3):  # what it had sent before
+            backend._on_message(Step(StepOutput([], backend.load)))
+        await backend.wait_ready(60)
+        assert [delta async for delta in backend.generate(request("b", 3))][-1].finish_reason == "length"
+    assert sent.count(Goodbye) == 2
     await backend.close()
 
 

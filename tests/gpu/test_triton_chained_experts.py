@@ -4,8 +4,10 @@ and what a layer takes of both, beside reading its weights."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_harness import DEVICE, MODE, Row, check, integers, rand, time_us
@@ -18,6 +20,7 @@ from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.chain_plan import ChainShape, plan_chain
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.cuda.trials import ONE_TOKEN
 from penstock.engine.backends.interface import StateBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
@@ -120,6 +123,13 @@ def test_links_are_what_is_launched() -> None:
         link.apply(got, BF16)
         want = feed_forward.fused(residual.clone(), layer.feed_forward_norm, eps)
         check(f"{name}, what experts add", got.float() - residual.float(), want.float() - residual.float(), 3e-2)
+
+
+def test_nothing_is_prepared_where_no_chain_runs() -> None:
+    """Experts in MXFP4 take their memory twice for chains: not on a device that has none, whatever is asked for."""
+    for value, expected in (("launches", False), ("chain", offered())):
+        with patch.dict(os.environ, {ONE_TOKEN: value}):
+            assert TritonOps(DEVICE).chains is expected
 
 
 def _build(step: Step, early: bool) -> None:

@@ -46,7 +46,7 @@ FILE_FORM: dict[str, Any] = {
 
 
 class FilesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    purpose: str | None = None
+    purpose: Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*$")] | None = None
     after: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10_000
     order: Literal["asc", "desc"] = "desc"
@@ -120,7 +120,7 @@ class FileEndpoints:
         ids, limit = anthropic_files.listed_ids(exchange), None
         try:
             if ids is not None:
-                named = [await files.get(id, caller.tenant, caller.only_user) for id in ids if "\0" not in id]
+                named = [await files.get(id, caller.tenant, caller.only_user) for id in ids]
                 found = [file for file in named if file is not None]
             else:
                 asked = decode_query(anthropic_files.AnthropicFilesQuery, exchange.scope)

@@ -184,6 +184,8 @@ class FileStore:
 
     async def get(self, id: str, tenant: str, user: str | None = None) -> File | None:
         """`user`: only if the file is this user's."""
+        if "\0" in id:  # to PostgreSQL this is an error
+            return None
         where, values = "id = ? AND tenant = ? AND complete = 1 AND expires_at > ?", [id, tenant, self._clock()]
         if user is not None:
             where += " AND user_id = ?"

@@ -113,6 +113,8 @@ class UploadStore:
 
     async def get(self, id: str, tenant: str, user: str | None = None) -> Upload | None:
         """`user`: only if the upload is this user's."""
+        if "\0" in id:  # to PostgreSQL this is an error
+            return None
         rows = await self._database.fetch(f"SELECT {_COLUMNS} FROM uploads WHERE id = ? AND tenant = ?", id, tenant)
         if not rows or user not in (None, rows[0][2]):
             return None

@@ -182,7 +182,7 @@ class FileReading:
             raise ServiceUnavailable("This gateway has no store for files.")
         caller = self._exchange.caller
         try:
-            found = None if "\0" in id else await self._files.get(id, caller.tenant, caller.only_user)
+            found = await self._files.get(id, caller.tenant, caller.only_user)
             if found is None:
                 raise _unknown(id, at)
             self._add(found.bytes, at)

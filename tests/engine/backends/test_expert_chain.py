@@ -116,9 +116,19 @@ def test_other_experts_have_no_chain() -> None:
         {"choice": replace(experts.choice, top_k=32)},
         {"choice": replace(experts.choice, groups=3)},
         {"choice": replace(experts.choice, correction=torch.zeros(16, dtype=BF16, device=META))},
+        # Shorter than what the kernel would read.
+        {"choice": replace(experts.choice, correction=torch.zeros(15, device=META))},
+        {"router_bias": torch.zeros(15, dtype=BF16, device=META)},
+        {"gate_up_bias": torch.zeros(16, 80, dtype=BF16, device=META)},
+        {"down_bias": torch.zeros(128, dtype=BF16, device=META)},
     ):
         other: list[AnyLink] = [output, replace(experts, **change), entry]  # type: ignore[arg-type]
         assert plan_chain(other, H200) is None, change
+    output, experts, entry = make_expert_chain(sizes, fp8=True, device=META)
+    assert isinstance(experts, ExpertLinks) and plan_chain([output, experts, entry], H200) is not None
+    for name in ("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale"):
+        one: list[AnyLink] = [output, replace(experts, **{name: torch.zeros(1, device=META)}), entry]
+        assert plan_chain(one, H200) is None, name
     assert plan_chain([output, experts, experts], H200) is None  # one choice to a chain
     assert plan_chain([output, experts, replace(entry, norm=None)], H200) is None  # which reads what nobody wrote
 

@@ -75,6 +75,28 @@ async def test_the_life_of_a_file(serving: Serving, text: TextModel, tmp_path: P
             assert refused.value.body["type"] == "error"  # type: ignore[index]
 
 
+async def test_ids_that_no_file_has(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NUL in an id is no file's, and nothing that PostgreSQL could be asked for."""
+    asked: list[Any] = []
+    async with serving(store_url=store(tmp_path)) as running:
+        database = running.parts.database
+        assert database is not None
+        fetch = database.fetch
+
+        async def noted(sql: str, *values: Any) -> Any:
+            asked.extend(values)
+            return await fetch(sql, *values)
+
+        monkeypatch.setattr(database, "fetch", noted)
+        paths = ["/v1/files/a%00", "/v1/files/a%00/content", "/v1/files?after=a%00"]
+        for path, headers in [*((path, {}) for path in paths), (paths[0], {"anthropic-version": "2023-06-01"})]:
+            assert (await running.client.get(path, headers=headers)).status_code == 404
+        assert (await running.client.delete("/v1/files/a%00")).status_code == 404
+        assert (await running.client.post("/v1/uploads/a%00/cancel")).status_code == 404
+        assert (await running.client.get("/v1/files?purpose=a%00")).status_code == 400
+        assert not any(isinstance(value, str) and "\0" in value for value in asked)
+
+
 async def test_files_of_other_tenants_do_not_exist(serving: Serving, tmp_path: Path) -> None:
     database = await open_database(store(tmp_path))
     identities = IdentityStore(database)

@@ -77,7 +77,7 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
-        self.chains = trials.one_token_in_chains()
+        self.chains = trials.one_token_in_chains() and product_chain.available(device)
         """Whether steps of one token compute the products between two attentions in one launch."""
         self.hopper_prefill = _load_hopper_prefill(device)
         self._chain_counter: Tensor | None = None

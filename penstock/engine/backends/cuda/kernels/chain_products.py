@@ -82,11 +82,20 @@ class Product:
         gains = [] if self.norm is None else [self.norm]
         return (
             (scaled or plain)
+            and self._are_of_rows(self.weight, self.scale, self.bias)
+            and (self.shared is None or self._are_of_rows(self.shared, self.shared_scale))
+            and all(one.numel() == self.inputs for one in gains)
             and all(one.dtype == self.weight.dtype and one.shape[-1] % 16 == 0 for one in weights)
             and all(one.dtype == torch.bfloat16 for one in others)
             and all(one.dtype in (torch.bfloat16, torch.float32) for one in gains)
             and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (*weights, *others, *gains))
         )
+
+    @staticmethod
+    def _are_of_rows(weight: Tensor, *vectors: Tensor | None) -> bool:
+        """Whether each of `vectors` that there is has a number for every row, one behind the other."""
+        rows = weight.shape[:-1].numel()
+        return all(one is None or (one.numel() == rows and one.is_contiguous()) for one in vectors)
 
 
 def products_of(links: Sequence[AnyLink]) -> list[Product] | None:
@@ -167,6 +176,7 @@ def _fit_together(link: ExpertLinks) -> bool:
         and experts % choice.groups == 0
         and (choice.groups == 1 or not choice.best_two or experts // choice.groups > 1)
         and (correction is None or (correction.dtype == torch.float32 and correction.is_contiguous()))
+        and (correction is None or correction.numel() == experts)
         and (not both or (len(both) == 2 and both[0].shape[1] == both[1].shape[0] == hidden))
         and (not both or both[0].shape[0] == 2 * both[1].shape[1])
         and (link.shared_gate is None or (bool(both) and tuple(link.shared_gate.shape) == (1, hidden)))

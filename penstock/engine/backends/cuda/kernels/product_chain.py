@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 def applies(links: Sequence[AnyLink], device: torch.device) -> bool:
     """Whether `ProductChain` computes these links on `device`."""
-    return _available(device) and plan_chain(links, shape_on(device)) is not None
+    return available(device) and plan_chain(links, shape_on(device)) is not None
 
 
 @cache
-def _available(device: torch.device) -> bool:
+def available(device: torch.device) -> bool:
+    """Whether chains run on `device` at all; says why they do not."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         log.warning("%s=chain has no effect: its kernel is for compute capability 9.0", ONE_TOKEN)
         return False
