@@ -144,7 +144,5 @@ def test_the_cache_leaves_that_room(base: Path) -> None:
     full = size_cache(config, stand_in, decoder, torch.float32, **sizes)
     less = size_cache(config, stand_in, decoder, torch.float32, apart=1 << 25, **sizes)
     assert less.blocks == pytest.approx(full.blocks / 2, abs=1)
-    with pytest.raises(
-        ConfigError, match=r"0 KiB are allowed beside 1\.00 GiB .*lower adapter_memory"
-    ):
+    with pytest.raises(ConfigError, match=r"0 KiB are allowed beside 1\.00 GiB .*lower adapter_memory"):
         size_cache(config, stand_in, decoder, torch.float32, apart=1 << 30, **sizes)
