@@ -21,9 +21,9 @@ PYTHON = f"""\
 #!/bin/bash
 case "$*" in
   "-m venv "*) mkdir -p "${{@: -1}}/bin"; cp "$0" "${{@: -1}}/bin/python" ;;
-  *" install "*" -r "*) exec {sys.executable} wait.py ;;
+  *" install "*" -r "*) exec '{sys.executable}' wait.py ;;
   *" install "*) echo "${{@: -1}}" >>installs ;;
-  -c*) exec {sys.executable} "$@" ;;
+  -c*) exec '{sys.executable}' "$@" ;;
 esac
 """
 
@@ -55,9 +55,13 @@ def clone(tmp_path: Path) -> Iterator[Path]:
 
 def make(clone: Path) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+
+    def hear_ctrl_c() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell started in the background ignores it
+
     return subprocess.Popen(
         ["make", "PYTHON=./python3", INSTALLED], cwd=clone, env=environment, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=hear_ctrl_c,
     )  # fmt: skip
 
 

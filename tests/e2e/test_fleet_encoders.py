@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], bool], within: float = 120.0) -> None:
 
 def test_encoders_of_a_fleet(tmp_path: Path, valkey: Any) -> None:
     fleet_secret.write(tmp_path / "fleet.secret")
-    first = free_port() + 10_000
+    first = 20_000 + free_port() % 10_000
     config = tmp_path / "penstock.yaml"
     config.write_text(
         "encoders: [{source: minilm, aliases: [embed], threads: 1, wait_s: 20}]\n"

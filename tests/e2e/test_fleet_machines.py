@@ -42,7 +42,7 @@ class FleetOfProcesses:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._ports = free_port() + 10_000
+        self._ports = 20_000 + free_port() % 10_000
         self.secret = folder / "fleet.secret"
         penstock("fleet", "secret", str(self.secret))
         (folder / "model").mkdir()

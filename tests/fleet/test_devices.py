@@ -41,7 +41,7 @@ def test_what_fits_beside_each_other() -> None:
 
 
 def test_the_engines_of_a_machine_get_devices_of_their_own() -> None:
-    first = free_port() + 10_000
+    first = 20_000 + free_port() % 10_000
     config = FleetConfig(url="redis://x", ports=f"{first}-{first + 50}")
     site = MachineSite(config, MachineRecord(name="a", address="127.0.0.1", devices=[Device("gpu", 80)] * 4))
     running: list[Unit] = []

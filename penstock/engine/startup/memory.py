@@ -69,15 +69,17 @@ def size_cache(
         memory -= kept * shape.state_bytes
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful) if block_bytes else useful
-    if memory < 0:
+    if memory < 0 and shape.state_bytes:
         raise ConfigError(
             f"no room for the states of {max_running} sequences, {_gib(shape.state_bytes)} each; lower max_running or "
             "raise kv_memory"
         )
     if blocks < 1:
+        left = f" beside {_gib(apart)} that are left free for adapters" if apart else ""
+        remedy = ", lower adapter_memory," if apart else ","
         raise ConfigError(
-            f"no room for the KV cache: one block needs {_gib(block_bytes)}, {_gib(memory)} are allowed; "
-            "raise kv_memory or memory_share, or free memory"
+            f"no room for the KV cache: one block needs {_gib(block_bytes)}, {_gib(max(memory, 0))} are allowed{left}; "
+            f"raise kv_memory or memory_share{remedy} or free memory"
         )
     return CacheSize(int(blocks) + 1, rows + kept)
 

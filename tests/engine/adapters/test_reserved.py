@@ -31,6 +31,7 @@ from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.layout import Place
 from penstock.engine.startup.adapters import beside_slots, with_vectors
 from penstock.engine.startup.memory import size_cache
+from penstock.errors import ConfigError
 from penstock.sources.adapters import needs_of_listed
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.kind_files import write_kind
@@ -143,3 +144,5 @@ def test_the_cache_leaves_that_room(base: Path) -> None:
     full = size_cache(config, stand_in, decoder, torch.float32, **sizes)
     less = size_cache(config, stand_in, decoder, torch.float32, apart=1 << 25, **sizes)
     assert less.blocks == pytest.approx(full.blocks / 2, abs=1)
+    with pytest.raises(ConfigError, match=r"0 KiB are allowed beside 1\.00 GiB .*lower adapter_memory"):
+        size_cache(config, stand_in, decoder, torch.float32, apart=1 << 30, **sizes)

@@ -59,7 +59,7 @@ class Prompts:
         if self.keys and isinstance(width, int) and isinstance(raw.get("num_layers"), int):
             width *= 2 * raw["num_layers"]
         if shape[:1] != (count,) or (width is not None and shape != (count, width)):
-            raise CheckpointError(f"{WEIGHTS}: {_NAME} is {shape}, and {CONFIG} says ({count}, {width})")
+            raise CheckpointError(f"{WEIGHTS}: {_NAME} is {shape}, and {CONFIG} says ({count}, {width!r})")
         others = [key for key in keys if key != _NAME]
         made: dict[str, Callable[[], Tensor]] = {f"{PREFIX}{name}.{VIRTUAL}": partial(tensors.get_tensor, _NAME)}
         if self.keys:
