@@ -51,7 +51,8 @@ class Step:
         ones, zeros = integers([1], torch.int32), integers([0], torch.int32)
         self.batch = dataclasses.replace(batch, states=StateBatch(zeros, zeros, ones, ones))
         self.kv = KVCache(self.chained.cache_shape(BLOCK, BF16), blocks, DEVICE, num_states=2)
-        self._begun = [rand(*tensor.shape).to(tensor.dtype) for tensor in self.kv.tensors]
+        self._held = [*self.kv.tensors, *self.kv.states]
+        self._begun = [rand(*tensor.shape).to(tensor.dtype) for tensor in self._held]
         self.residual = rand(1, self.chained.config.hidden_size, dtype=BF16)
         self.read = sum(self._read(layer) for layer in self.chained.layers)
 
@@ -66,7 +67,7 @@ class Step:
 
     def reset(self) -> None:
         """States of delta nets are changed by a step."""
-        for tensor, begun in zip(self.kv.tensors, self._begun, strict=True):
+        for tensor, begun in zip(self._held, self._begun, strict=True):
             tensor.copy_(begun)
 
     def __call__(self, decoder: Decoder) -> torch.Tensor:
