@@ -35,6 +35,7 @@ class ScriptedEngine:
         *,
         step_s: float = 0.0,
         max_model_len: int = 512,
+        num_blocks: int = 64,
     ) -> None:
         eos = text.eos_token_ids[0]
         if isinstance(script, str):
@@ -51,7 +52,7 @@ class ScriptedEngine:
             max_model_len=max_model_len,
             vocab_size=text.vocab_size,
             block_size=16,
-            num_blocks=64,
+            num_blocks=num_blocks,
             max_running=64,
             device="none",
             dtype="none",
@@ -125,7 +126,7 @@ class ScriptedEngine:
         return EngineLoad(
             running=len(self._left),
             used_blocks=len(self._left),
-            total_blocks=64,
+            total_blocks=self.info.num_blocks,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generated,

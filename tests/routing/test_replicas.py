@@ -281,7 +281,8 @@ async def test_what_is_wrong_with_a_request_is_not_tried_elsewhere_and_failures_
         await eventually(lambda: it.replicas.dispatcher.parked + sum(each.done() for each in asked) == 40)
         it.now += 0.3  # those that wait for a replica give up
         errors = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(error, ApiError) for error in errors) and isinstance(errors[0], ServerError)
+        assert all(isinstance(error, ApiError) for error in errors)
+        assert any(isinstance(error, ServerError) for error in errors), "which of them were waiting is not known"
         assert it.replicas.dispatcher.counts.retries <= 4, "at most a tenth"
         assert all(member.breaker.state == "open" for member in it.replicas.members)
         with pytest.raises(EngineUnavailable, match="failing"):

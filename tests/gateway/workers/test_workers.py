@@ -131,7 +131,9 @@ def workers() -> Iterator[Workers]:
         text = make_text(folder)
         port = free_port()
         (folder / "penstock.yaml").write_text(CONFIG.format(port=port, workers=WORKERS, folder=folder))
-        engine = ScriptedEngine(text, lambda request: [text.encode("x")[0]] * 4000, step_s=0.01, max_model_len=4096)
+        engine = ScriptedEngine(
+            text, lambda request: [text.encode("x")[0]] * 4000, step_s=0.01, max_model_len=4096, num_blocks=16_384
+        )
         endpoint = f"ipc://{folder}/engine"
         with serving_engine(engine, endpoint):
             command = [*(sys.executable, "-c", COMMAND, "gateway", "-c", str(folder / "penstock.yaml"))]
