@@ -176,10 +176,8 @@ $(BIN)/python:
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(ALONE); $(DONE_MEANWHILE) && exit 0; $(KERNELS) 9<&- & kernels=$$!; $(MEND); $(PREPARE); $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels
-	@touch $@
+	@$(ALONE); $(DONE_MEANWHILE) && exit 0; $(KERNELS) 9<&- & kernels=$$!; $(MEND); $(PREPARE); $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels; touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(ALONE); $(DONE_MEANWHILE) && exit 0; { $(KERNELS); $(BYTECODE); } 9<&- & kernels=$$!; $(MEND); $(PREPARE); $(PINNED); $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels
-	@touch $(RUN_STAMP) $@
+	@$(ALONE); $(DONE_MEANWHILE) && exit 0; { $(KERNELS); $(BYTECODE); } 9<&- & kernels=$$!; $(MEND); $(PREPARE); $(PINNED); $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels; touch $(RUN_STAMP) $@
