@@ -20,7 +20,7 @@ from penstock.engine.adapters.tiles import grouped
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import TensorNames, family_of
 from penstock.engine.models.layers.absent import NoMixer
-from penstock.engine.models.layers.forwarding import Forwarding
+from penstock.engine.models.layers.forwarder import Forwarder
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 Norm = tuple[int | None, str]
@@ -98,7 +98,7 @@ class NormBank:
         return [(own.to(gains.dtype), tokens) for own, tokens in found if own is not None]
 
 
-class NormOps(Forwarding):
+class NormOps(Forwarder):
     """Operations whose norms are those of each token's adapter; see `ActivationOps`."""
 
     def __init__(self, base: Any, bank: NormBank) -> None:
@@ -139,7 +139,7 @@ class NormOps(Forwarding):
             y[rows] = self._base.rms_norm(x[rows].contiguous(), gains, eps, y.dtype)
 
 
-class _WithOps(Forwarding):
+class _WithOps(Forwarder):
     """A feed-forward behind other norms."""
 
     def __init__(self, base: Any, ops: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, KVScales
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.forwarding import Forwarding
+from penstock.engine.models.layers.forwarder import Forwarder
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 
@@ -32,7 +32,7 @@ class Storing(NamedTuple):
     key_smoothing: KeySmoothing | None = None
 
 
-class StoringOps(Forwarding, ABC):
+class StoringOps(Forwarder, ABC):
     """Operations of one layer; see `AttentionOps`."""
 
     def rope_and_cache(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.layers.feed_forward import FeedForward
-from penstock.engine.models.layers.forwarding import Forwarding
+from penstock.engine.models.layers.forwarder import Forwarder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.groups import Group
 
@@ -32,7 +32,7 @@ def summed(part: Any, group: Group) -> Any:
     return group.sum(part) if group.peers is None else Unsummed(part)
 
 
-class SummingOps(Forwarding):
+class SummingOps(Forwarder):
     """The operations between layers, where what is added to the residual stream may be `Unsummed`."""
 
     def __init__(self, ops: Any, group: Group) -> None:

@@ -19,7 +19,7 @@ from penstock.engine.adapters.vectors import SiteVectors
 from penstock.engine.backends.cuda.kernels import norm
 from penstock.engine.backends.cuda.kernels.alter import alter
 from penstock.engine.backends.cuda.kernels.own_gains import OwnGains
-from penstock.engine.models.layers.forwarding import Forwarding
+from penstock.engine.models.layers.forwarder import Forwarder
 
 
 class SlotTables:
@@ -114,7 +114,7 @@ class NormTable(SlotTables):
         return OwnGains(self._bank, self._held, self.token_slots, found[0], found[1])
 
 
-class NormTableOps(Forwarding):
+class NormTableOps(Forwarder):
     """Operations whose norms have the gains of each token's adapter; see `ActivationOps`."""
 
     def __init__(self, base: Any, table: NormTable) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Forwarding:
+class Forwarder:
     """Has everything that `base` has, beside what subclasses define."""
 
     def __init__(self, base: Any) -> None:
