@@ -38,7 +38,6 @@ from penstock.engine.backends.cuda.kernels import (
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
 from penstock.engine.backends.interface import (
-    AnyLink,
     AttentionBatch,
     DeltaLayout,
     DeltaWeights,
@@ -47,6 +46,7 @@ from penstock.engine.backends.interface import (
     LatentAdditions,
     LatentLayout,
     LatentWeights,
+    Link,
     LinkedProducts,
     MambaLayout,
     MambaWeights,
@@ -118,7 +118,7 @@ class TritonOps:
     def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
-    def chain(self, links: Sequence[AnyLink]) -> LinkedProducts | None:
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
             return None
         if self._chain_counter is None:
