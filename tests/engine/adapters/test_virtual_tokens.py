@@ -304,7 +304,8 @@ def test_random_prompts_of_all_lengths(base: Path, specs: tuple[AdapterSpec, ...
 
 def write_tasks(folder: Path, base: Path, **config: Any) -> Path:
     """Rows of three tasks, as PEFT saves multitask prompt tuning."""
-    write_prompt(folder, base, "tuned", peft_type="MULTITASK_PROMPT_TUNING", num_tasks=3, num_ranks=2, **config)
+    settings = {"peft_type": "MULTITASK_PROMPT_TUNING", "num_tasks": 3, "num_ranks": 2, **config}
+    write_prompt(folder, base, "tuned", **settings)
     tensors, draw = load_file(folder / "adapter_model.safetensors"), torch.Generator().manual_seed(4)
     count, hidden = tensors["prompt_embeddings"].shape
     tensors["prefix_task_cols"] = torch.randn(3, count, 2, generator=draw)
