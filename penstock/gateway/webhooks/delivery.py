@@ -23,7 +23,7 @@ from penstock.gateway.webhooks.store import Delivery, WebhookEndpoint, WebhookSt
 from penstock.storage import DatabaseError
 from penstock.telemetry.exposition import MetricRegistry
 from penstock.tools.execution import ToolError
-from penstock.tools.execution.addresses import Addresses, PinnedTransport
+from penstock.tools.execution.addresses import Addresses, PinnedTransport, no_cookies
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class WebhookClient:
         self._timeout_s = config.timeout_s
         # Connections are not kept: those of different names at one address must not be mixed up.
         self._client = httpx.AsyncClient(
-            transport=PinnedTransport(self.addresses, keep_alive=False), trust_env=False, timeout=config.timeout_s
+            transport=PinnedTransport(self.addresses, keep_alive=False),
+            trust_env=False,
+            timeout=config.timeout_s,
+            cookies=no_cookies(),
         )
 
     async def close(self) -> None:
