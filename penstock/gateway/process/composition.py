@@ -477,7 +477,7 @@ async def compose(
             KVEndpoints(registry, settings.share_prefixes),
             optional.of_request_log(request_log, permissions),
             optional.of_audit_log(stores),
-            optional.of_webhooks(stores, webhook_client, settings),
+            *optional.of_webhooks(stores, webhook_client, settings),
             HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]

@@ -175,12 +175,13 @@ class WebhookDeliveries:
                 why = type(error).__name__
             about = {"endpoint": delivery.endpoint, "event": delivery.event, "tenant": delivery.tenant, "why": why}
             pause = pause_s(delivery.attempts + 1)
+            await self._store.tried(endpoint.id, why)
             if not why:
                 await self._store.made(delivery)
                 self._outcomes.child("delivered").inc()
             elif self._store.clock() + pause > delivery.created_at + self._retry_s:
                 log.warning("a webhook was given up", extra=about)
-                await self._store.made(delivery)
+                await self._store.give_up(delivery)
                 self._outcomes.child("given_up").inc()
             else:
                 log.info("a webhook could not be delivered; it is tried again", extra={**about, "after_s": pause})
