@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.gateway.webhooks.signature import hint
-from penstock.storage import Database, Statement
+from penstock.storage import Database, Statement, Where
 
 RESPONSE_EVENTS = ("response.completed", "response.failed", "response.cancelled", "response.incomplete")
 BATCH_EVENTS = ("batch.completed", "batch.failed", "batch.expired", "batch.cancelled")
@@ -235,20 +235,15 @@ class WebhookStore:
         limit: int,
     ) -> list[WebhookEndpoint]:
         """Newest first; `tenant`: None for those of all tenants."""
-        where, values = "1 = 1", list[Any]()
-        for column, wanted in (("tenant", tenant), ("user_id", user), ("id", id)):
-            if wanted is not None:
-                where += f" AND {column} = ?"
-                values.append(wanted)
+        where = Where(("tenant = ?", tenant), ("user_id = ?", user), ("id = ?", id))
         if state is not None:
-            where += " AND disabled_at > 0" if state == "disabled" else " AND disabled_at = 0 AND failures > 0"
+            where.add("disabled_at > 0" if state == "disabled" else "disabled_at = 0 AND failures > 0")
         if after is not None:
-            where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
-            values += [after.created_at, after.created_at, after.id]
+            where.beyond(after.created_at, after.id, "DESC")
         rows = await self._database.fetch(
             f"SELECT {_COLUMNS} FROM webhook_endpoints WHERE {where} ORDER BY created_at DESC, id DESC "
             f"LIMIT {int(limit)}",
-            *values,
+            *where.values,
         )
         return [WebhookEndpoint(*row) for row in rows]
 
