@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock import children
 from penstock.supervisor.status import Status, decode_status
 
 LINE_LIMIT = 16384
@@ -176,9 +177,11 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.alive:
+        if isinstance(self._process, _Adopted):
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
+        else:
+            children.send(self._process, number)
 
 
 class _Adopted:

@@ -58,9 +58,16 @@ class Stack:
         ]
         self.gain = rand(4096, dtype=self.dtype)
 
-    def adapters(self, tokens: int, count: int, sites: Sequence[int] = range(4), parts: int = 7) -> TritonLora:
+    def adapters(
+        self,
+        tokens: int,
+        count: int,
+        sites: Sequence[int] = range(4),
+        parts: int = 7,
+        kind: type[TritonLora] = TritonLora,
+    ) -> TritonLora:
         """`count` adapters of rank 16 on these sites, and these parts of query, key and value, the tokens' in turn."""
-        lora = TritonLora(self.layout, count, 16, self.dtype, DEVICE)
+        lora = kind(self.layout, count, 16, self.dtype, DEVICE)
         touched = torch.tensor([parts, 1, 3, 1], dtype=torch.int32)
         loaded = dataclasses.replace(adapter(self.layout, 16, self.dtype), parts=touched)
         for site in range(4):

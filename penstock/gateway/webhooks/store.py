@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from penstock.gateway.webhooks.signature import hint
-from penstock.storage import Database, Statement
+from penstock.storage import Database, Statement, Where
 
 RESPONSE_EVENTS = ("response.completed", "response.failed", "response.cancelled", "response.incomplete")
 BATCH_EVENTS = ("batch.completed", "batch.failed", "batch.expired", "batch.cancelled")
@@ -178,20 +178,13 @@ class WebhookStore:
         limit: int,
     ) -> list[WebhookEndpoint]:
         """Newest first."""
-        where, values = "tenant = ?", list[Any]((tenant,))
-        if user is not None:
-            where += " AND user_id = ?"
-            values.append(user)
-        if id is not None:
-            where += " AND id = ?"
-            values.append(id)
+        where = Where(("tenant = ?", tenant), ("user_id = ?", user), ("id = ?", id))
         if after is not None:
-            where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
-            values += [after.created_at, after.created_at, after.id]
+            where.beyond(after.created_at, after.id, "DESC")
         rows = await self._database.fetch(
             f"SELECT {_COLUMNS} FROM webhook_endpoints WHERE {where} ORDER BY created_at DESC, id DESC "
             f"LIMIT {int(limit)}",
-            *values,
+            *where.values,
         )
         return [WebhookEndpoint(*row) for row in rows]
 

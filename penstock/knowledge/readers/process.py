@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
+from penstock import children
 from penstock.interpreter import module
 from penstock.knowledge.entities import Chunk, UnreadableDocument
 from penstock.knowledge.readers.worker import HEADER, Result, Task, frame
@@ -99,7 +100,7 @@ class ReaderProcess:
     async def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
-            process.kill()
+            children.kill(process)
             await process.wait()
 
 
