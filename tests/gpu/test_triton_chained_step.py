@@ -10,12 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from chain_cases import LLAMA_8B, LLAMA_70B, QWEN3_4B, QWEN3_17B, make_links
 from gpu_harness import DEVICE, MODE, Row, bandwidth, check, rand, time_us
 from test_triton_latent import BLOCK, OnTriton, make_batch
+from test_triton_product_chain import build
 
 from penstock.bench.shapes import named
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Quantizer
 from penstock.engine.backends.cuda.kernels import common, product_chain
+from penstock.engine.backends.cuda.kernels.chain_plan import ChainShape, plan_chain
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.warmup import _neighbours
 from penstock.engine.backends.interface import Link
@@ -113,34 +116,40 @@ def _shape(**changes: Any) -> Iterator[None]:
         yield
 
 
-def tune_layers() -> Iterator[Row]:
-    """What a chain leaves to attention decides on a layer: shared memory, registers, and how far it reads ahead."""
-    if MODE != "device" or not offered():
-        return
-    for fp8 in (True, False):
-        step = Step(with_layers(named("llama-8b"), 6), fp8)
-        for changes in (
-            {}, {"stages": 3}, {"stages": 5}, {"stages": 6}, {"registers": 64}, {"registers": 128},
-            {"tensor": False}, {"tensor": False, "registers": 80}, {"warps": 8, "stages": 8}, {"waits": False}, {},
-        ):  # fmt: skip
-            with _shape(**changes):
-                chained = dataclasses.replace(step.chained)
-            _build([step], True)
-            with _early(True):
-                us = time_us([lambda step=step, decoder=chained: step(decoder)]) / len(chained.layers)
-            yield f"llama-8b {'fp8' if fp8 else 'bf16'}, a layer, {changes or 'as it is'}", us, ""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tensor cores": {},
+    "ordinary arithmetic": {"tensor": False},
+    "without waits": {"waits": False},
+}
 
 
 def bench_layers() -> Iterator[Row]:
+    """Microseconds of a layer in FP8 with attention, everything twice. Beside the models whose chain gained and lost,
+    those of the sizes between them, which say from how many bytes on it gains."""
+    sizes = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-4b": QWEN3_4B, "qwen3-1.7b": QWEN3_17B}
+    if MODE == "compile":
+        links = {
+            name: make_links(one, fp8=True, bias=False, device=torch.device("meta")) for name, one in sizes.items()
+        }
+        plans = {
+            f"{name}, {kind}, {len(part)} links": plan_chain(part, ChainShape(132, **changes))
+            for name, made in links.items()
+            for kind, changes in VARIANTS.items()
+            for part in (made, made[:3])  # the last layer has no next one
+        }
+        build({label: plan for label, plan in plans.items() if plan is not None})
     if MODE != "device" or not offered():
         return
-    shapes = [(name, fp8) for name in ("llama-8b", "qwen3-0.6b", "llama-70b") for fp8 in (True, False)]
-    steps = [Step(with_layers(named(name), 6), fp8) for name, fp8 in shapes]
-    _build(steps, True)
-    with _early(True):
-        for (name, fp8), step in zip(shapes, steps, strict=True):
-            layers = len(step.chained.layers)
-            read = sum(linear.weight_bytes for layer in step.chained.layers for linear in layer.linears) / layers
-            for kind, decoder in (("in chains", step.chained), ("separate", step.usual)):
-                us = time_us([lambda step=step, decoder=decoder: step(decoder)]) / layers
-                yield bandwidth(f"{name} {'fp8' if fp8 else 'bf16'}, a layer, {kind}", us, read)
+    for name, one in sizes.items():
+        step = Step(with_layers(named(name), 6), fp8=True)
+        decoders = {"launches": step.usual}
+        for kind, changes in VARIANTS.items():
+            with _shape(**changes):
+                decoders[kind] = dataclasses.replace(step.chained)
+        _build([step], True)
+        with _early(True):
+            for _ in range(2):
+                for kind, decoder in decoders.items():
+                    us = time_us([lambda step=step, decoder=decoder: step(decoder)]) / len(decoder.layers)
+                    yield bandwidth(f"{name} fp8, a layer, {kind}", us, one.weights)
+        del step, decoders

@@ -80,7 +80,7 @@ class LlamaDecoder(Decoder):
         """The same with everything between two attentions in one launch."""
         caches, eps, layer = kv.layers, self.config.rms_eps, self.layers[0]
         mixer: Any = layer.mixer
-        qkv: Any = mixer.entry.fused(residual, norm=layer.mixer_norm, eps=eps)
+        qkv: Any = mixer.qkv.fused(residual, norm=layer.mixer_norm, eps=eps)
         for index, boundary in enumerate(self.boundaries):
             mixer = boundary.layer.mixer
             qkv = boundary.cross(mixer.attend(qkv, batch, caches[index]), residual)

@@ -54,7 +54,7 @@ def test_what_the_kernel_is_built_with_and_given() -> None:
     outs = [None, torch.zeros(1, 48), None, torch.zeros(1, 64)]
     assert small is not None
     given = small.arguments(links, x, residual, outs, counter)
-    assert ctypes.sizeof(given) == 4 * 8 + 4 * 48 + 5 * 64
+    assert ctypes.sizeof(given) == 3 * 8 + 4 * 40 + 5 * 24
     parts = given.parts  # type: ignore[attr-defined]
     assert parts[2].weight - parts[1].weight == 48 * 32 and [part.outputs for part in parts] == [32, 48, 48, 32, 64]
 
@@ -67,9 +67,13 @@ def test_other_products_have_no_chain() -> None:
     for other in (
         [replace(output, weight=output.weight.half())],
         [replace(output, bias=torch.zeros(64))],
-        [replace(gate_up, norm=torch.zeros(64, dtype=torch.float16))],
+        [replace(gate_up, norm=torch.zeros(64))],
         [Link(torch.empty(64, 72, dtype=BF16, device=META))],  # rows that begin between multiples of 16 bytes
         [Link(torch.empty(64, 64, dtype=torch.float8_e4m3fn, device=META))],  # without scales
+        # Shorter than what the kernel would read.
+        [replace(output, bias=torch.zeros(63, dtype=BF16))],
+        [replace(gate_up, norm=torch.zeros(63, dtype=BF16))],
+        [Link(torch.empty(64, 64, dtype=torch.float8_e4m3fn, device=META), torch.ones(1))],
         [output, down],  # which reads what nobody wrote
         [gate_up, qkv, down],
         [output, replace(gate_up, norm=torch.empty(80, dtype=BF16), weight=torch.empty(160, 80, dtype=BF16))],

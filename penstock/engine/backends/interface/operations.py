@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import AttentionOps
-from penstock.engine.backends.interface.links import AnyLink
+from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps
 
@@ -57,7 +57,7 @@ class Ops(ActivationOps, AttentionOps, RecurrentOps, SamplingOps, Protocol):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
-    def chain(self, links: Sequence[AnyLink]) -> LinkedProducts | None:
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         """What computes these products of one token in one launch; None where there is no kernel for it. Its programs
         wait for each other: no other launch of this kind may be on the device at the same time."""
         ...

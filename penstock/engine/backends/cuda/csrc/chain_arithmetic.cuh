@@ -27,33 +27,16 @@ __device__ __forceinline__ void words_of(uint32_t (&words)[4], uint4 from) {
     words[3] = from.w;
 }
 
-// Of a row, the unit that a warp reads in column c.
-template <class L>
-__device__ __forceinline__ int unit_of(int c) {
-    return int(threadIdx.x) / 32 % L::slices + c * L::slices;
-}
-
 // The inputs of a lane's columns as they are stored, and the gains of the norm before them.
 template <class L>
 struct Loaded {
     static constexpr int quads = L::per_lane / 8;
-    static constexpr int gain_quads = L::wide ? 2 * quads : quads;
-    uint4 inputs[L::columns][quads], gains[L::columns][gain_quads];
+    uint4 inputs[L::columns][quads], gains[L::columns][quads];
 
-    // Of the first of a lane's inputs of column c: its number within the row, below 0 where there is none.
+    // Of the first of a lane's inputs of column c: its number within the row.
     static __device__ __forceinline__ int place(int c) {
-        const int lane = int(threadIdx.x) % 32, unit = unit_of<L>(c);
-        if constexpr (L::sum) {
-            const int visit = unit / L::span;
-            const bool visited = unit < L::visited;
-            const int within = (visited ? unit - visit * L::span : unit - L::visited) * L::per_unit + lane * L::per_lane;
-            if (lane >= L::lanes) return -1;
-            if (visited) return within < L::inputs ? visit * L::inputs + within : -1;
-            return within < L::width ? TOP_K * L::inputs + within : -1;
-        } else {
-            const int found = unit * L::per_unit + lane * L::per_lane;
-            return lane < L::lanes && found < L::inputs ? found : -1;
-        }
+        const int unit = int(threadIdx.x) / 32 % L::slices + c * L::slices;
+        return (unit * 32 + int(threadIdx.x) % 32) * L::per_lane;
     }
 
     // Constants: on their way before the inputs are there.
@@ -61,10 +44,9 @@ struct Loaded {
 #pragma unroll
         for (int c = 0; c < L::columns; ++c)
 #pragma unroll
-            for (int q = 0; q < gain_quads; ++q)
-                gains[c][q] = place(c) >= 0
-                                  ? load_stream(reinterpret_cast<const uint4*>(norm + place(c) * (L::wide ? 2 : 1)) + q)
-                                  : make_uint4(0, 0, 0, 0);
+            for (int q = 0; q < quads; ++q)
+                gains[c][q] = place(c) < L::inputs ? load_stream(reinterpret_cast<const uint4*>(norm + place(c)) + q)
+                                                   : make_uint4(0, 0, 0, 0);
     }
 
     __device__ __forceinline__ void load_inputs(const uint16_t* x) {
@@ -72,7 +54,7 @@ struct Loaded {
         for (int c = 0; c < L::columns; ++c)
 #pragma unroll
             for (int q = 0; q < quads; ++q)
-                inputs[c][q] = place(c) >= 0 ? load_fresh(reinterpret_cast<const uint4*>(x + place(c)) + q)
+                inputs[c][q] = place(c) < L::inputs ? load_fresh(reinterpret_cast<const uint4*>(x + place(c)) + q)
                                                     : make_uint4(0, 0, 0, 0);
     }
 
@@ -83,28 +65,14 @@ struct Loaded {
         float2 found = bf16x2_to_float2(words[i % 4]);
         if constexpr (L::norm) {
             squares += found.x * found.x + found.y * found.y;
-            words_of(by, gains[c][L::wide ? i / 2 : i / 4]);
-            float2 gain = bf16x2_to_float2(by[i % 4]);
-            if constexpr (L::wide) gain = make_float2(__uint_as_float(by[i % 2 * 2]), __uint_as_float(by[i % 2 * 2 + 1]));
+            words_of(by, gains[c][i / 4]);
+            const float2 gain = bf16x2_to_float2(by[i % 4]);
             found.x *= gain.x;
             found.y *= gain.y;
         }
         return found;
     }
 };
-
-// Sixteen weights in MXFP4, in pairs, times a power of two: their bits lie as kernels/mxfp4_fragments.py says.
-__device__ __forceinline__ void e2m1x16_to_bf16(uint32_t (&pairs)[8], uint32_t first, uint32_t second, uint32_t power) {
-    constexpr uint32_t all = 0x81c081c0u, upper = 0x81008100u, lower = 0x00c000c0u;
-    pairs[0] = mul_bf16x2(first << 6 & all, power);
-    pairs[1] = mul_bf16x2(first << 2 & all, power);
-    pairs[2] = mul_bf16x2((first << 12 | first >> 20) & all, power);
-    pairs[3] = mul_bf16x2(second << 4 & all, power);
-    pairs[4] = mul_bf16x2(second & all, power);
-    pairs[5] = mul_bf16x2((second << 10 | second >> 22) & all, power);
-    pairs[6] = mul_bf16x2((first << 1 & upper) | (second >> 3 & lower), power);
-    pairs[7] = mul_bf16x2((first & upper) | (second << 6 & lower), power);
-}
 
 #if TENSOR
 // Tensor cores: a product of 16 rows by 16 columns with 8 vectors, of which a lane's weights meet its own inputs alone in
@@ -115,7 +83,7 @@ __device__ __forceinline__ void e2m1x16_to_bf16(uint32_t (&pairs)[8], uint32_t f
 template <class L>
 struct Inputs {
     static constexpr int words = L::per_lane / 2;
-    static constexpr bool split = !L::scaled && L::norm;
+    static constexpr bool split = !L::fp8 && L::norm;
     uint32_t high[L::columns][words], low[split ? L::columns : 1][words];
     float unscale;
 
@@ -181,27 +149,6 @@ struct Sums {
                     const uint32_t rest[2] = {inputs.low[c][i], inputs.low[c][i + 1]};
                     mma_bf16(tiles[r / 2], a, rest);
                 }
-            }
-        }
-    }
-
-    // The same in MXFP4: pieces of 32 weights with a power of two each, as a bfloat16 in both halves of a word. `r` 0 and
-    // 2, for all lanes together.
-    __device__ __forceinline__ void add_fp4(uint4 first, uint4 second, uint32_t by_first, uint32_t by_second, int r,
-                                            const Inputs<L>& inputs, int c) {
-        uint32_t even[4], odd[4];
-        words_of(even, first);
-        words_of(odd, second);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint32_t upper[8], lower[8];
-            e2m1x16_to_bf16(upper, even[2 * half], even[2 * half + 1], by_first);
-            e2m1x16_to_bf16(lower, odd[2 * half], odd[2 * half + 1], by_second);
-#pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                const uint32_t a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
-                const uint32_t b[2] = {inputs.high[c][8 * half + i], inputs.high[c][8 * half + i + 1]};
-                mma_bf16(tiles[r / 2], a, b);
             }
         }
     }

@@ -42,11 +42,6 @@ __device__ __forceinline__ uint4 load_fresh(const uint4* pointer) {
                  : "memory");
     return value;
 }
-__device__ __forceinline__ uint32_t load_fresh(const uint32_t* pointer) {
-    uint32_t value;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-    return value;
-}
 __device__ __forceinline__ uint16_t load_fresh(const uint16_t* pointer) {
     uint16_t value;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(pointer) : "memory");

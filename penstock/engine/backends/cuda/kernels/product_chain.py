@@ -18,12 +18,12 @@ from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.chain_plan import ENTRY, SOURCE, ChainShape, plan_chain
 from penstock.engine.backends.cuda.kernels.mxfp4_one import shares_processors
 from penstock.engine.backends.cuda.trials import ONE_TOKEN
-from penstock.engine.backends.interface import AnyLink
+from penstock.engine.backends.interface import Link
 
 log = logging.getLogger(__name__)
 
 
-def applies(links: Sequence[AnyLink], device: torch.device) -> bool:
+def applies(links: Sequence[Link], device: torch.device) -> bool:
     """Whether `ProductChain` computes these links on `device`."""
     return available(device) and plan_chain(links, shape_on(device)) is not None
 
@@ -58,9 +58,7 @@ def new_counter(device: torch.device) -> Tensor:
 class ProductChain:
     """See `LinkedProducts`. Addresses of tensors are looked up at every call: an engine that sleeps moves them."""
 
-    def __init__(
-        self, links: Sequence[AnyLink], shape: ChainShape | None = None, counter: Tensor | None = None
-    ) -> None:
+    def __init__(self, links: Sequence[Link], shape: ChainShape | None = None, counter: Tensor | None = None) -> None:
         self.links = tuple(links)
         device = links[0].weight.device
         plan = plan_chain(links, shape or shape_on(device))
@@ -75,7 +73,7 @@ class ProductChain:
         [1, N], unless that adds to the residual stream."""
         plan, device = self.plan, x.device
         kernel = nvrtc.kernel(device, SOURCE, ENTRY, defines=plan.defines, options=plan.options)
-        outs = plan.outs(lambda count, dtype: torch.empty((count,), dtype=dtype, device=device), x.dtype)
+        outs = [None if link.residual else x.new_empty((1, link.outputs)) for link in plan.links]
         if not common.is_building():
             if not self._fits:
                 self._check_room(kernel)
@@ -86,8 +84,7 @@ class ProductChain:
                 shared_bytes=plan.shared_bytes,
                 overlap=common.overlaps(),
             )
-        last = outs[-1]
-        return None if last is None else last.view(1, -1)
+        return outs[-1]
 
     def _check_room(self, kernel: nvrtc.Kernel) -> None:
         """Blocks that are not there would be waited for without end."""
