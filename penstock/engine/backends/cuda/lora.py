@@ -5,10 +5,10 @@ the linear's own (`inline_lora`). Other decode steps: two launches on a second s
 what follows adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
 
 The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
-input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
-lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured graph
-serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early
-return.
+input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. Neither
+starts early: thousands of programs that wait for the products with A would keep the linear beside them from running.
+All slots lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured
+graph serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early return.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
-            branches=True,
+            in_order=True,
             **self._common(step, site, splits),
         )
 
@@ -421,6 +421,7 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
+            in_order=True,
             **self._common(step, site, splits),
         )
 

@@ -296,6 +296,9 @@ class TritonOps:
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
         return head_gate.split(qkv, layout)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
