@@ -90,7 +90,7 @@ class Kernel:
         del values
 
     def resident_blocks(self, block: Dim, shared_bytes: int = 0) -> int:
-        """How many blocks the device runs at once: the largest grid of a cooperative launch. The driver is asked once."""
+        """How many blocks the device runs at once: the largest grid of a cooperative launch."""
         x, y, z = dims(block)
         key = x * y * z, shared_bytes
         if key not in self._resident:
