@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
@@ -225,6 +226,7 @@ def adapt_model(
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
     kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.adaption = AdaptionBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     kernel.visits = VisitBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         beside = beside_slots(config, backend, cut, activations)
