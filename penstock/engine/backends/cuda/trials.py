@@ -13,15 +13,8 @@ from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-GATHER_16BIT = "PENSTOCK_GATHER_16BIT"
-"""Keys and values of 16-bit caches are gathered for long chunks, as those of quantized caches are."""
-WIDE_COPIES = "PENSTOCK_WIDE_COPIES"
-"""Eight cache blocks that lie one behind the other are fetched in two copies instead of sixteen."""
 CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
 """Captured prompt steps over quantized caches gather keys too, where contexts are short."""
-
-ONE_TOKEN = "PENSTOCK_ONE_TOKEN"
-"""How steps of one token compute the products between two attentions: `chain`, in one launch, or `launches`."""
 
 
 def is_on(variable: str) -> bool:
@@ -32,12 +25,3 @@ def is_on(variable: str) -> bool:
     if value == "1":
         log.warning("%s is on: a variant that no device has been timed with", variable)
     return value == "1"
-
-
-def one_token_in_chains() -> bool:
-    value = os.environ.get(ONE_TOKEN, "") or "launches"
-    if value not in ("launches", "chain"):
-        raise ConfigError(f"{ONE_TOKEN}: {value!r} must be chain (tried) or launches (not)")
-    if value == "chain":
-        log.warning("%s is chain: a variant that no device has been timed with", ONE_TOKEN)
-    return value == "chain"
