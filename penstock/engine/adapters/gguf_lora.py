@@ -57,8 +57,8 @@ def read_gguf_lora(path: Path, base: BaseTensors | None) -> tuple[LoraConfig, Te
         found = _KEY.fullmatch(name)
         if found is None or found[2] not in names or len(info.shape) != 2:
             raise CheckpointError(
-                f"{path.name}: cannot apply {name!r}; GGUF adapters may change linears of layers: serve the folder that "
-                "PEFT has saved"
+                f"{path.name}: cannot apply {name!r}; GGUF adapters may change linears of layers: serve the folder "
+                "that PEFT has saved"
             )
         layer, part, side = found.groups()
         module = f"{family.names.prefix}layers.{layer}.{names[part]}"
