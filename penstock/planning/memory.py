@@ -27,8 +27,8 @@ the states of running ones leave (`engine.startup.memory`)."""
 _LOGIT_ROWS = 256
 """Rows that the engine's largest measured step samples."""
 GATHERED_BYTES, _GATHERED_DIM, _GATHERED_GROUP = 256 << 20, 128, 128
-"""What Hopper's kernel for long prompts gathers of a quantized cache at a time; the head size that it is for, and how
-many query heads may share a KV head (`engine.backends.cuda.kernels.gathered_prefix`, `hopper_prefill`)."""
+"""What Hopper's kernel for long prompts gathers of a cache at a time; the head size that it is for, and how many query
+heads may share a KV head (`engine.backends.cuda.kernels.gathered_prefix`, `hopper_prefill`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class MemoryPlan:
             found.append(Assumption("activations", what, "tensors alive in one layer; the engine measures it at start"))
         if gathered := gathered_bytes(deployment):
             what = f"{_gib(gathered)} of the activations"
-            found.append(Assumption("keys of long prompts, widened", what, "engine.backends.cuda.long_prompts"))
+            found.append(Assumption("keys of long prompts, gathered", what, "engine.backends.cuda.long_prompts"))
         if deployment.kv_memory is None:
             of = "the model's share" if deployment.memory_share is not None else "what is free"
             share = SHARE_OF_REST[kind] if deployment.memory_share is not None else share
@@ -396,12 +396,12 @@ def activation_bytes(deployment: Deployment) -> int:
 
 
 def gathered_bytes(deployment: Deployment) -> int:
-    """What long prompts take beside that: keys and values of a cache in FP8 or int8, widened for a kernel that reads 16
-    bits. The engine leaves it free whatever its contexts."""
+    """What long prompts take beside that: keys and values in 16 bits, copied from the cache's blocks for a kernel that
+    reads them in one piece. The engine leaves it free whatever its contexts."""
     shape = deployment.shape
     gathers = (
         deployment.device.arch == "hopper"
-        and deployment.kv_format in ("fp8", "int8")
+        and deployment.kv_format != "fp32"
         and shape.mla is None
         and not shape.sinks
         and shape.head_dim == _GATHERED_DIM

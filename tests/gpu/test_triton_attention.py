@@ -20,7 +20,6 @@ from attention_cases import (
     ops,
     prefill_flops,
     run_case,
-    wide_copies,
 )
 from gpu_harness import (
     MODE,
@@ -149,28 +148,6 @@ def test_prefill_on_hopper() -> None:
                 if MODE != "compile":
                     first = case.batch.num_decodes
                     check(f"hopper {heads}/{kv_heads} {contexts} {dtype}", out[first:], attention64(case)[first:])
-
-
-def test_prefill_on_hopper_with_wide_copies() -> None:
-    """A trial: tiles whose blocks lie one behind the other, some, all but the last, none; bit for bit the same."""
-    if QUICK:  # the interpreter does not know Gluon
-        return
-    batches = [([1, 70], [40, 70]), ([130], [130]), ([128], [256]), ([17, 300, 500], [1017, 5000, 900])]
-    for heads, kv_heads in ((32, 8), (28, 4), (32, 1)):
-        for queries, contexts in batches:
-            for dtype in (torch.bfloat16, torch.float16):
-                for run in (1, 8, 27, 1000):
-                    case = build(queries, contexts, layout(heads, kv_heads, 128), dtype, run=run)
-                    call = case.q, case.layout, case.batch, case.k_cache, case.v_cache
-                    narrow, wide = (poison_(torch.empty_like(case.q.flatten(1))) for _ in range(2))
-                    hopper_prefill.prefill_attention(*call, narrow)
-                    with wide_copies():
-                        hopper_prefill.prefill_attention(*call, wide)
-                    first = case.batch.num_decodes
-                    name = f"wide {heads}/{kv_heads} {contexts} {dtype}, runs of {run}"
-                    check_equal(name, wide[first:], narrow[first:])
-                    if MODE != "compile":
-                        check(name, wide[first:], attention64(case)[first:])
 
 
 def test_prefill_on_hopper_with_any_scale() -> None:

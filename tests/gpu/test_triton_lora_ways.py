@@ -48,19 +48,17 @@ class WaysLora(TritonLora):
             self._expand(sums, y, placed, add=True)
             return y
         if self.way == "A before, B beside":
-            with launches(shrink_kernel={"branches": False}, expand_kernel={"branches": True}):
-                self._shrink(x, sums, placed)
-                with self._on_side(x):
-                    self._expand(sums, delta, placed, add=False)
-                    y = self._on_main(x, base)
+            self._shrink(x, sums, placed)
+            with self._on_side(x):
+                self._expand(sums, delta, placed, add=False)
+                y = self._on_main(x, base)
             return Addends(y, delta, addends)
         with self._on_side(x):
             if self.way != "nothing but streams":
                 self._shrink(x, sums, placed)
             y = self._on_main(x, base)
         if self.way == "A beside, B behind":
-            with launches(expand_kernel={"in_order": True}):
-                self._expand(sums, y, placed, add=True)
+            self._expand(sums, y, placed, add=True)
             return y
         return Addends(y, delta, addends)  # what was left out is added, as it happens to be
 
@@ -126,7 +124,6 @@ WAYS: dict[str, tuple[str, int, int, Any]] = {
     "one behind the other": ("one behind the other", 0, -1, contextlib.nullcontext),
     "A in 2 stages": ("as it is", 0, -1, lambda: launches(shrink_kernel={"num_stages": 2})),
     "A in 2 stages, product first": ("as it is", -1, 0, lambda: launches(shrink_kernel={"num_stages": 2})),
-    "B in order": ("as it is", 0, -1, lambda: launches(expand_kernel={"in_order": True})),
     "4 shares": ("as it is", 0, -1, lambda: shapes(4)),
     "2 shares, 512 columns": ("as it is", 0, -1, lambda: shapes(2, 512)),
     "256 columns": ("as it is", 0, -1, lambda: shapes(None, 256)),

@@ -29,6 +29,7 @@ from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vector_tensors import Changed, VectorTensors
 from penstock.engine.adapters.vectors import SiteVectors
+from penstock.engine.adapters.visits import VisitChanges, changes_of
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
@@ -80,6 +81,8 @@ class Packer:
     """What it does to the inputs of linears."""
     prefix: StoredPrefix | None
     """Keys and values of its virtual tokens."""
+    visits: VisitChanges | None
+    """What it does to outputs and inputs of experts and of `kv_b_proj`."""
 
     def __init__(
         self,
@@ -196,18 +199,17 @@ class Packer:
         self.vectors = self._vectors.vectors()
         self.norms, self.head_norms = self._norms.read(tensors, self._hash)
         self.inputs = self._inputs.read(self._biased, tensors, self._hash)
+        self.visits = changes_of(self._vectors.visits(), self._inputs.visits)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
-        site = self.cut.whole.sites[target.index]
-        plain = not site.experts and not site.heads
-        changed = self._changed(target.layer, target.module, target.index, target.parts)
+        changed = self._changed(target.layer, target.module, target.index, target.parts, target.expert)
         scale = self.config.scale_of(target.path)
-        self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash, plain=plain)
+        self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash)
 
-    def _changed(self, layer: int | None, module: str, index: int, parts: range) -> Changed:
+    def _changed(self, layer: int | None, module: str, index: int, parts: range, expert: int | None = None) -> Changed:
         site = self.cut.whole.sites[index]
-        others = site.modules if len(site.modules) == 1 else ()
-        return Changed(layer, index, parts, (module, *others, *site.aliases))
+        others = [name.replace(ANY, str(expert)) for name in site.modules] if len(site.modules) == 1 else ()
+        return Changed(layer, index, parts, (module, *others, *site.aliases), expert)
 
     def _place_of(self, layer: int, module: str) -> tuple[int, range]:
         """Of a module that some layer has: the one in this layer, if it is in it."""
@@ -220,13 +222,16 @@ class Packer:
             index = self._ends.get(module.rpartition(".")[2])
             of_head = index is not None and self.cut.whole.sites[index].end == "head"
             return Changed(None, index, range(1), (module,)) if index is not None and of_head else None
-        if layer >= self.cut.whole.layers or module not in self._places:
+        numbered = _EXPERT.fullmatch(module)
+        named = module if numbered is None else f"{numbered[1]}{ANY}{numbered[3]}"
+        if layer >= self.cut.whole.layers or named not in self._places:
             return None
-        index, parts = self._place_of(layer, module)
+        expert = None if numbered is None else int(numbered[2])
+        index, parts = self._place_of(layer, named)
         site = self.cut.whole.sites[index]
-        if site.experts or not site.is_in(layer):
+        if not site.is_in(layer) or (expert or 0) >= max(1, site.experts):
             return None
-        return self._changed(layer, module, index, parts)
+        return self._changed(layer, module, index, parts, expert)
 
     def _refusal(self, key: str) -> CheckpointError:
         modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._ends)}))

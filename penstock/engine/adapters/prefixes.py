@@ -47,7 +47,10 @@ def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPr
     layout = cut.whole
     index = _site(cut)
     if index is None or any(site.of_recurrent or site.attribute == DELTA_MIX for site in layout.sites):
-        raise CheckpointError("prefix tuning needs a model whose layers all have attention over keys and values")
+        raise CheckpointError(
+            "prefix tuning needs a model whose layers all have attention over keys and values; PEFT cannot run it on "
+            "latent attention, Mamba layers or delta nets either: train prompt tuning or a LoRA"
+        )
     width = layout.sites[index].sizes[1]
     if stored.dim() != 2 or not len(stored) or stored.shape[1] != layout.layers * 2 * width:
         raise CheckpointError(

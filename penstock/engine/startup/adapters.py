@@ -36,6 +36,7 @@ from penstock.engine.adapters.spec import (
     stored_tokens,
     virtual_tokens,
 )
+from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -90,7 +91,10 @@ def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut, dtype:
         return config.adapter_memory
     folders = [Path(spec.source).expanduser() for spec in config.adapters]
     found = [
-        _block_bytes(input_blocks(folder), cut) + prefix_bytes(stored_keys(folder), cut, dtype) for folder in folders
+        _block_bytes(input_blocks(folder), cut)
+        + prefix_bytes(stored_keys(folder), cut, dtype)
+        + (_visit_bytes(cut) if changes_experts(folder) and changes_outputs(folder) else 0)
+        for folder in folders
     ]
     return sum(sorted(found, reverse=True)[: slot_count(config)])
 
@@ -105,6 +109,12 @@ def _block_bytes(blocks: Mapping[str, int], cut: AdapterCut) -> int:
             low, high = cut.inputs[place[0]]
             total += 4 * size * (high - low)
     return total
+
+
+def _visit_bytes(cut: AdapterCut) -> int:
+    """What scales and shifts of all experts and heads take, at most."""
+    layers, sites = range(*cut.layers), cut.whole.sites
+    return sum(8 * site.experts * site.outputs for site in sites for layer in layers if site.is_in(layer))
 
 
 def row_count(config: EngineConfig, backend: Backend) -> int | None:
@@ -212,6 +222,7 @@ def adapt_model(
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
     kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.visits = VisitBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         beside = beside_slots(config, backend, cut, activations)
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read, beside=beside)

@@ -7,6 +7,7 @@ or raises; `penstock.gateway.app.asgi` renders what was raised.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import re
 import time
@@ -198,9 +199,10 @@ class Exchange:
         return self.status is not None
 
     async def body(self, limit: int) -> bytes:
-        """The whole body. It must arrive within `receive_s`, so that slow clients cannot hold resources for longer."""
+        """The whole body, without the mark that some systems put in front of UTF-8. It must arrive within `receive_s`,
+        so that slow clients cannot hold resources for longer."""
         try:
-            return await _within(self.receive_s, self._read_body(limit))
+            return (await _within(self.receive_s, self._read_body(limit))).removeprefix(codecs.BOM_UTF8)
         except TimeoutError:
             raise RequestTimeout(f"The request body did not arrive within {self.receive_s:g} s.") from None
 

@@ -27,6 +27,8 @@ from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
 from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.experiments import Experiments
+from penstock.gateway.generation.file_texts import FileTexts
+from penstock.gateway.generation.file_urls import FileUrls
 from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
@@ -329,7 +331,16 @@ async def compose(
 
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
-        input_files = InputFiles(None if stores is None else stores.files, settings.body_limit)
+        urls = FileUrls(settings.input_files, metrics.registry)
+        closing(urls.close)
+        input_files = InputFiles(
+            None if stores is None else stores.files,
+            settings.body_limit,
+            permissions=permissions,
+            quotas=quotas,
+            texts=FileTexts(settings.input_files.cache, metrics.registry),
+            urls=urls,
+        )
         closing(input_files.close)
 
         yield Gateway(

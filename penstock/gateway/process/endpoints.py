@@ -143,7 +143,7 @@ def _administration(gateway: Gateway) -> list[object]:
         SleepEndpoints(registry),
         KVEndpoints(registry, settings.share_prefixes),
         optional.of_audit_log(gateway.stores),
-        optional.of_webhooks(gateway.stores, gateway.webhook_client, settings),
+        *optional.of_webhooks(gateway.stores, gateway.webhook_client, settings),
     ]
 
 

@@ -33,6 +33,7 @@ from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOf
 from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.webhooks.delivery import WebhookClient
 from penstock.gateway.webhooks.endpoints import WebhookEndpoints
+from penstock.gateway.webhooks.operator_endpoints import OperatorWebhookEndpoints
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
 from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
@@ -88,11 +89,17 @@ def of_audit_log(stores: Stores | None) -> AuditEndpoints | Unavailable:
 
 def of_webhooks(
     stores: Stores | None, client: WebhookClient | None, settings: GatewaySettings
-) -> WebhookEndpoints | Unavailable:
+) -> Sequence[WebhookEndpoints | OperatorWebhookEndpoints | Unavailable]:
     if stores is None or stores.webhooks is None or client is None:
         message = "This server sends no webhooks: `webhooks.enabled` is off, or it has no store."
-        return Unavailable(WebhookEndpoints, NotFound, message)
-    return WebhookEndpoints(stores.webhooks, client, settings.webhooks, settings.body_limit)
+        return [
+            Unavailable(WebhookEndpoints, NotFound, message),
+            Unavailable(OperatorWebhookEndpoints, NotFound, message),
+        ]
+    return [
+        WebhookEndpoints(stores.webhooks, client, settings.webhooks, settings.body_limit),
+        OperatorWebhookEndpoints(stores.webhooks, client, settings.body_limit),
+    ]
 
 
 def of_store(gateway: Gateway, uploads: UploadSlots) -> Sequence[object]:

@@ -149,11 +149,15 @@ class GroupedExpertMlp:
         if self.router.weight_inputs:
             each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
         of = self.counters, self.ops.batch_invariant
-        inner = self.gate_up.product(each[order], schedule, top_k, None, None, *of)
-        added.gate_up(each, inner)
-        inner = gated(self.ops, self.activation, inner)
-        pairs = self.down.product(inner[order], schedule, top_k, None, late, *of)
-        added.down(inner, pairs, weights=late)
+
+        def gate_up(rows: Tensor) -> Tensor:
+            return self.gate_up.product(rows[order], schedule, top_k, None, None, *of)
+
+        def down(rows: Tensor) -> Tensor:
+            return self.down.product(rows[order], schedule, top_k, None, late, *of)
+
+        inner = gated(self.ops, self.activation, added.gate_up(each, gate_up))
+        pairs = added.down(inner, down, weights=late)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:

@@ -5,10 +5,10 @@ the linear's own (`inline_lora`). Other decode steps: two launches on a second s
 what follows adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
 
 The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
-input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
-lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured graph
-serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early
-return.
+input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. Neither
+starts early: thousands of programs that wait for the products with A would keep the linear beside them from running.
+All slots lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured
+graph serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early return.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.adapters.vectors import Vectors
+from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
@@ -93,6 +94,7 @@ class TritonLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.visits: VisitBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -125,6 +127,8 @@ class TritonLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.visits is not None:
+            self.visits.put(slot, adapter.visits)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -145,6 +149,8 @@ class TritonLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.visits is not None:
+            self.visits.begin()
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -159,7 +165,7 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
-        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes):
+        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes, self.visits):
             if bank is not None:
                 bank.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
@@ -379,7 +385,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
-            branches=True,
+            in_order=True,
             **self._common(step, site, splits),
         )
 
@@ -408,6 +414,7 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
+            in_order=True,
             **self._common(step, site, splits),
         )
 

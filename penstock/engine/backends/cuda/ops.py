@@ -232,6 +232,8 @@ class TritonOps:
         if not tokens:
             return out
         fixed = self.batch_invariant and decodes == tokens  # steps always are; warm-up measures prompts too
+        if added is not None:
+            added.scale(q.view(tokens, layout.heads, -1)[..., : layout.plain])
         query = latent_query.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, fixed=fixed, pdl=self.pdl)
         if added is not None:
             added.queries(q.view(tokens, layout.heads, -1)[..., : layout.plain], query[..., : layout.latent])
@@ -248,6 +250,8 @@ class TritonOps:
         if batch.context_lens.shape[0] > decodes:
             tile = latent_prefill.choose(layout, q.element_size())
             latent_prefill.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        if added is not None:
+            added.turn(seen)
         latent_values.values_of(seen, layout, weights, out, pdl=self.pdl)
         if added is not None:
             added.values(seen, out.view(tokens, layout.heads, -1))
@@ -276,10 +280,15 @@ class TritonOps:
             )
             seen = torch.empty((count, layout.heads, layout.latent), dtype=query.dtype, device=query.device)
             latent_decode.decode(query[part], layout, weights, few, cache, scales, shape, seen=seen, pdl=self.pdl)
-            latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
             if every is not None:
                 every[part] = seen
+            else:
+                latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
         if added is not None and every is not None:
+            added.turn(every)
+            for begin in range(0, len(every), step):
+                part = slice(begin, begin + step)
+                latent_values.values_of(every[part], layout, weights, out[part], fixed=True, pdl=self.pdl)
             added.values(every, out.view(len(out), layout.heads, -1))
 
     def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Any, Tensor]:

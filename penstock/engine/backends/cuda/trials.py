@@ -13,10 +13,6 @@ from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-GATHER_16BIT = "PENSTOCK_GATHER_16BIT"
-"""Keys and values of 16-bit caches are gathered for long chunks, as those of quantized caches are."""
-WIDE_COPIES = "PENSTOCK_WIDE_COPIES"
-"""Eight cache blocks that lie one behind the other are fetched in two copies instead of sixteen."""
 CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
 """Captured prompt steps over quantized caches gather keys too, where contexts are short."""
 

@@ -129,16 +129,23 @@ class ExpertSource:
 
 
 class Additions(Protocol):
-    """What is added to the outputs of experts' linears: the adapters of the tokens that visit them.
+    """What is added to experts' linears: the adapters of the tokens that visit them.
 
-    `x` is what the linears read and `y` what they gave, a row for each visit; `pairs` [rows] says of which pair of
-    token and choice (`t * top_k + i`), None: row by row of all pairs. In place.
+    `x` is what the linears read, a row for each visit, and `base` what they make of such rows; it may be called again
+    with others. `pairs` [rows] says of which pair of token and choice (`t * top_k + i`), None: row by row of all pairs.
+    Returns what base(x) is with adapters.
     """
 
-    def gate_up(self, x: Tensor, y: Tensor, pairs: Tensor | None = None) -> None: ...
+    def gate_up(self, x: Tensor, base: Callable[[Tensor], Tensor], pairs: Tensor | None = None) -> Tensor: ...
 
-    def down(self, x: Tensor, y: Tensor, pairs: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """`weights`: float32, by which outputs have been multiplied already."""
+    def down(
+        self,
+        x: Tensor,
+        base: Callable[[Tensor], Tensor],
+        pairs: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """`weights`: float32, by which `base` multiplies outputs."""
         ...
 
 
@@ -225,14 +232,17 @@ class ExpertMlp:
         first = self.experts[0]
         visited = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for _, count in visited]
-        runs = zip(visited, torch.split(inputs, sizes), strict=True)
-        inner = torch.cat([expert.gate_up(run) for (expert, _), run in runs])
-        added.gate_up(inputs, inner, pairs)
-        inner = gated(first.ops, first.activation, inner)
-        runs = zip(visited, torch.split(inner, sizes), strict=True)
-        outputs = torch.cat([expert.down(run) for (expert, _), run in runs])
-        added.down(inner, outputs, pairs)
-        return outputs
+
+        def gate_up(rows: Tensor) -> Tensor:
+            runs = zip(visited, torch.split(rows, sizes), strict=True)
+            return torch.cat([expert.gate_up(run) for (expert, _), run in runs])
+
+        def down(rows: Tensor) -> Tensor:
+            runs = zip(visited, torch.split(rows, sizes), strict=True)
+            return torch.cat([expert.down(run) for (expert, _), run in runs])
+
+        inner = gated(first.ops, first.activation, added.gate_up(inputs, gate_up, pairs))
+        return added.down(inner, down, pairs)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         self.experts[slot] = expert

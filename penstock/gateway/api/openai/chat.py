@@ -70,7 +70,9 @@ class ChatEndpoints:
         _check(request)
         keep = self._keep(exchange, request)
         request = with_tools(request)
-        request = msgspec.structs.replace(request, messages=await self._files.chat(exchange, request.messages))
+        request = msgspec.structs.replace(
+            request, messages=await self._files.chat(exchange, request.messages, request.model)
+        )
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.engine.backends.cuda.kernels.common import ask_for, launch_successor, wait_for_inputs
+from penstock.engine.backends.cuda.kernels.common import launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.inline_lora import look_up_ranks
 
 
@@ -77,12 +77,10 @@ def shrink_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Partial sums [SPLITS, entries, PARTS * R] in float32; every tile has `BLOCK_M` entries."""
+    """Partial sums [SPLITS, entries, PARTS * R] in float32; every tile has `BLOCK_M` entries. `PDL` is always false."""
     tile = tl.program_id(0)
     part = tl.program_id(1) % PARTS
     split = tl.program_id(1) // PARTS
-    launch_successor(PDL)
-    wait_for_inputs(PDL)
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
@@ -164,10 +162,9 @@ def expand_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Those sums, added up, times B. `PDL` is always false."""
     tile = tl.program_id(0)
     low = tl.program_id(1) * BLOCK_N
-    launch_successor(PDL)
-    # Tiles and their ranks are made by a launch that nothing overtakes, and matrices are constants.
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
@@ -175,10 +172,6 @@ def expand_kernel(
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     n = low + tl.arange(0, BLOCK_N)
     b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
-    if PDL:  # noqa: SIM102 - known when compiled; the other is not
-        if rank > 0:
-            ask_for(b_ptr + tl.minimum(n, N - 1) * rank, 16, PDL)
-    wait_for_inputs(PDL)
     if rank == 0:
         return
     r = tl.arange(0, R)

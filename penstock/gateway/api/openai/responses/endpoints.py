@@ -118,7 +118,7 @@ class ResponseEndpoints:
             else:
                 earlier = await self._references.earlier(exchange, request.previous_response_id)
             items = await self._references.resolved(exchange, request.input)
-            read = await with_file_texts(exchange, self._files, items)
+            read = await with_file_texts(exchange, self._files, items, request.model)
             conversation = conversation_of(exchange, read, earlier, tools)
             included = (LOGPROBS, SEALED) if tools.file_search is None else (LOGPROBS, SEALED, SEARCH_RESULTS)
             for name in request.include or ():
@@ -172,7 +172,7 @@ class ResponseEndpoints:
         conversation = list(earlier)
         if asked.input is not None:
             items = await self._references.resolved(exchange, asked.input)
-            read = await with_file_texts(exchange, self._files, items)
+            read = await with_file_texts(exchange, self._files, items, asked.model, free=True)
             conversation = conversation_of(exchange, read, earlier, tools)
         with renamed(_NAMES):
             chat = chat_request(asked.request(), conversation, tools)
