@@ -85,7 +85,7 @@ def input_blocks(folder: Path) -> dict[str, int]:
     """The size of the blocks by which the adapter in a folder turns inputs, by the path of each module; empty where it
     turns none, or cannot be read."""
     config = _config(folder)
-    stored = {"OFT": ".oft_R", "BOFT": ".boft_R"}.get(config.get("peft_type"))
+    stored = {"OFT": ".oft_R", "BOFT": ".boft_R"}.get(str(config.get("peft_type")))
     if stored is None:
         return {}
     shapes = {name.partition(stored): tensor["shape"] for name, tensor in _header(folder).items()}
