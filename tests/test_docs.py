@@ -389,13 +389,3 @@ def test_every_client_has_been_run() -> None:
     pinned = {name: client.python[:1] or client.npm[:1] for name, client in clients().items()}
     for row in rows:
         assert not pinned[row.client] or pinned[row.client][0].endswith(row.version), row
-
-
-def test_the_readme_says_how_long_the_core_of_the_engine_is() -> None:
-    engine = PACKAGE / "engine"
-    core = [engine, engine / "kv", engine / "runner", engine / "models" / "layers"]
-    files = [file for folder in core for file in folder.glob("*.py")]
-    files += [engine / "models" / name for name in ("decoder.py", "llama.py")]
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    said = re.search(r"is ([\d,]+) lines of Python", (ROOT / "README.md").read_text())
-    assert said is not None and int(said[1].replace(",", "")) == pytest.approx(lines, rel=0.05), lines
