@@ -153,6 +153,7 @@ def adapt_experts(
                 down=linear(shared.down, f"{SHARED}down"),
             ),
             gate=None if feed_forward.gate is None else linear(feed_forward.gate, SHARED_GATE),
+            sigmoid=feed_forward.sigmoid,
         )
     if isinstance(feed_forward, NarrowExperts):
         return NarrowExperts(

@@ -21,7 +21,7 @@ _MOST_HEADER = 100_000_000
 """Bytes of the list of tensors that a safetensors file begins with, at most."""
 LEAST_RANK, MOST_RANK = 16, 512
 """Bounds of `adapter_rank` when the configuration names none."""
-VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
+VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "CARTRIDGE")
 """Kinds that put tokens before every prompt: rows of the embedding, or keys and values."""
 _STORED_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 """Those of them that are keys and values."""

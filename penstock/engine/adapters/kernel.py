@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
@@ -34,6 +35,8 @@ class LoraKernel(Protocol):
     """What adapters do to the inputs of linears; the same."""
     prefixes: PrefixBank | None
     """Keys and values that adapters put before those of prompts; the same."""
+    adaption: AdaptionBank | None
+    """Learned tokens that queries attend to by themselves; the same."""
     visits: VisitBank | None
     """What adapters do to outputs and inputs of experts and of `kv_b_proj`; the same. Those who call `add_visits` ask
     it too."""

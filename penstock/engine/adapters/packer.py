@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionPrompts, AdaptionTensors
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.input_tensors import InputTensors
@@ -81,6 +82,8 @@ class Packer:
     """What it does to the inputs of linears."""
     prefix: StoredPrefix | None
     """Keys and values of its virtual tokens."""
+    adaption: AdaptionPrompts | None
+    """Learned tokens that queries attend to by themselves."""
     visits: VisitChanges | None
     """What it does to outputs and inputs of experts and of `kv_b_proj`."""
 
@@ -121,6 +124,7 @@ class Packer:
         self._vectors = VectorTensors(file, layout, cut, config, stored)
         self._norms = NormTensors(file, config, norms, stored)
         self._inputs = InputTensors(file, cut, config)
+        self._adaption = AdaptionTensors(file, cut, stored)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
@@ -152,9 +156,10 @@ class Packer:
                 stored = tensors.get_tensor(key)
                 self._hash(key, stored)
                 self.prefix = read_prefix(stored, self.cut, self._row_dtype)
-            elif not any(each.take(key) for each in (self._inputs, self._whole, self._vectors, self._norms)):
+            elif not any(each.take(key) for each in self._others):
                 raise self._refusal(key)
-        converted = self.config.ranks is not None and (self._norms.any or self._whole.any or self._inputs.any)
+        others = (self._norms, self._whole, self._inputs, self._adaption)
+        converted = self.config.ranks is not None and any(each.any for each in others)
         if not found and not ends and not self._vectors.any and not converted:
             raise CheckpointError(f"{self.file} holds no {self.config.kind} matrices")
         targets = [(self._end(module, pair), pair) for module, pair in sorted(ends.items())]
@@ -196,10 +201,22 @@ class Packer:
                 self._put_tied(target, a, b, tensors, key=pair["A"])
         self._vectors.outputs(self._biased, tensors, self._hash)
         self._vectors.biases(self._biased, tensors, self._hash)
+        self.adaption = self._adaption.read(self.config.adaption, tensors, self._hash, self._add)
         self.vectors = self._vectors.vectors()
         self.norms, self.head_norms = self._norms.read(tensors, self._hash)
         self.inputs = self._inputs.read(self._biased, tensors, self._hash)
         self.visits = changes_of(self._vectors.visits(), self._inputs.visits)
+
+    @property
+    def _others(self) -> tuple[AdaptionTensors | InputTensors | EndTensors | VectorTensors | NormTensors, ...]:
+        """Who take tensors that are no matrices of low rank."""
+        adaption = (self._adaption,) if self.config.adaption else ()
+        return *adaption, self._inputs, self._whole, self._vectors, self._norms
+
+    def _add(self, layer: int, module: str, vector: Tensor) -> None:
+        changed = self._biased(layer, module)
+        assert changed is not None
+        self._vectors.add(changed, vector)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
         changed = self._changed(target.layer, target.module, target.index, target.parts, target.expert)

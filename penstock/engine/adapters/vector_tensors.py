@@ -171,6 +171,11 @@ class VectorTensors:
             else:
                 parts.added = vector.float()
 
+    def add(self, changed: Changed, vector: Tensor) -> None:
+        """Add to what a linear gives, beside what the file says."""
+        parts = self._parts.setdefault(changed.place, _Parts(changed))
+        parts.added = vector if parts.added is None else parts.added + vector
+
     def biases(
         self, find: Callable[[int | None, str], Changed | None], tensors: Any, hashed: Callable[[str, Tensor], None]
     ) -> None:

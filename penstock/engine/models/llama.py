@@ -188,6 +188,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         group_score=moe.group_score,
         scale=moe.scale,
         weight_inputs=moe.weight_inputs,
+        sigmoid=backend.ops.sigmoid,
     )
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
@@ -95,6 +96,7 @@ def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut, dtype:
         + (_visit_bytes(cut) if changes_experts(folder) and changes_outputs(folder) else 0)
         for folder in folders
     ]
+    found += [prefix_bytes(keys, cut, dtype) for _, keys in config.adapters_elsewhere]
     return sum(sorted(found, reverse=True)[: slot_count(config)])
 
 
@@ -122,7 +124,8 @@ def row_count(config: EngineConfig, backend: Backend) -> int | None:
         return config.adapter_rows
     if config.adapter_rows is not None:
         return config.adapter_rows
-    return max((_FEW_ROWS, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
+    elsewhere = [virtual for virtual, _ in config.adapters_elsewhere]
+    return max((_FEW_ROWS, *elsewhere, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
 
 
 def token_count(config: EngineConfig, vocabulary: int) -> int:
@@ -131,6 +134,7 @@ def token_count(config: EngineConfig, vocabulary: int) -> int:
         return config.adapter_tokens
     folders = [Path(spec.source).expanduser() for spec in config.adapters]
     counts = [stored_tokens(folder) - vocabulary for folder in folders] + [virtual_tokens(one) for one in folders]
+    counts += [virtual for virtual, _ in config.adapters_elsewhere]
     return min(MOST_TOKENS, max((0, *counts)))
 
 
@@ -221,6 +225,7 @@ def adapt_model(
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
     kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.adaption = AdaptionBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     kernel.visits = VisitBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         beside = beside_slots(config, backend, cut, activations)

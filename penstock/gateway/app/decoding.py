@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import Raw, UnsetType
 
+from penstock.gateway.app.choices import choices
 from penstock.protocol.errors import InvalidRequest
 from penstock.protocol.json_limits import excess
 
@@ -20,6 +21,7 @@ Unsupported = Raw | UnsetType
 
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)$")
+_NO_CHOICE = ("Invalid enum value", "Invalid value")
 _TRUNCATED = "Input data was truncated"
 _MISTAKES = {
     (b"NaN", b"Infinity"): " JSON has no NaN and no Infinity; leave the field out, or send a number.",
@@ -38,7 +40,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") ->
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), at) from None
+        raise _explain(str(error), at, decoder.type) from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(_not_json(str(error), bytes(body)), code="invalid_json") from None
     except UnicodeDecodeError:
@@ -78,13 +80,16 @@ def convert_query(kind: type[T], found: Mapping[str, str]) -> T:
     try:
         return msgspec.convert(found, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), "") from None
+        raise _explain(str(error), "", kind) from None
 
 
-def _explain(message: str, inside: str) -> InvalidRequest:
+def _explain(message: str, inside: str, kind: Any) -> InvalidRequest:
+    """`kind`: the type that a body, or the part of it at `inside`, should have had."""
     path = inside
     if at := _AT.search(message):
         path, message = _joined(inside, at["path"]), message[: at.start()]
+        if message.startswith(_NO_CHOICE) and (allowed := choices(kind, at["path"])):
+            message = f"{message}; use one of {', '.join(f'`{value}`' for value in allowed)}"
     if field := _FIELD.match(message):
         param = _limited(f"{path}.{field['name']}" if path else field["name"])
         if field["what"] == "missing required":

@@ -316,12 +316,15 @@ class ChatRequest(TokenDetails, kw_only=True):
     moderation: Unsupported = UNSET
 
 
-CHAT_UNSUPPORTED = (
-    "audio",
-    "web_search_options",
-    "moderation",
-)
-MESSAGE_UNSUPPORTED = ("audio",)
+_TEXT_ONLY = "models here read and write text; leave it out"
+CHAT_UNSUPPORTED = {
+    "audio": _TEXT_ONLY,
+    "web_search_options": "nothing here searches the web; search in the client, or connect a tool that does "
+    "(`server_tools`)",
+    "moderation": "the operator decides what is moderated (`guardrails` in the configuration); leave it out",
+}
+"""What would change the answer, with what to do instead."""
+MESSAGE_UNSUPPORTED = {"audio": _TEXT_ONLY}
 
 
 class CompletionRequest(TokenDetails, kw_only=True):

@@ -341,6 +341,29 @@ async def test_a_body_that_is_no_json_is_refused_with_what_mends_it(serving: Ser
         assert reply.status_code == 400 and error["code"] == "invalid_json" and words in error["message"], error
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "words"),
+    [
+        ("chat/completions", {"messages": [{"role": "User", "content": "hi"}]}, "`assistant`, `developer`, `function`"),
+        ("chat/completions", {"messages": [USER], "service_tier": "gold"}, "use one of `auto`, `default`"),
+        ("responses", {"input": "hi", "truncation": "left"}, "use one of `auto`, `disabled`"),
+        ("responses", {"input": "hi", "text": {"format": {"type": "xml"}}}, "`json_schema`"),
+        ("messages", {"messages": [{"role": "tool", "content": "hi"}], "max_tokens": 1}, "`assistant`"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "input_text"}]}]}, "of type `text`"),
+        ("chat/completions", {"messages": [USER], "web_search_options": {"a": 1}}, "search in the client"),
+        ("chat/completions", {"messages": [USER], "modalities": ["audio"]}, '["text"]'),
+        ("responses", {"input": "hi", "prompt": {"id": "pmpt_1"}}, "as `instructions` and `input`"),
+        ("messages", {"messages": [USER], "max_tokens": 1, "inference_geo": "eu"}, "x-penstock-require: region="),
+    ],
+)
+async def test_what_is_refused_is_refused_with_what_would_do(
+    serving: Serving, path: str, sent: dict[str, Any], words: str
+) -> None:
+    async with serving() as gateway:
+        reply = await gateway.client.post(f"/v1/{path}", json={"model": "tiny", **sent})
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+
+
 async def test_a_byte_order_mark_is_no_part_of_the_json(serving: Serving) -> None:
     """Windows PowerShell and .NET put one in front of UTF-8."""
     body = json.dumps({"model": "tiny", "messages": [USER], "max_tokens": 1}).encode("utf-8-sig")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
@@ -39,6 +40,7 @@ class CpuLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.adaption: AdaptionBank | None = None
         self.visits: VisitBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
@@ -69,6 +71,8 @@ class CpuLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.adaption is not None:
+            self.adaption.put(slot, adapter.adaption)
         if self.visits is not None:
             self.visits.put(slot, adapter.visits)
         self._adapters[slot] = adapter  # keeps the memory alive
@@ -88,6 +92,8 @@ class CpuLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.adaption is not None:
+            self.adaption.begin(slots)
         if self.visits is not None:
             self.visits.begin()
         self._slots = slots.astype(np.int32)

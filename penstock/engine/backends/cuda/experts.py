@@ -317,7 +317,7 @@ def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> F
     joined = plain and isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
     if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
-    return FusedSharedAndRouted(routed, shared, gate, joined)
+    return FusedSharedAndRouted(routed, shared, gate, joined=joined)
 
 
 def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -> bool:

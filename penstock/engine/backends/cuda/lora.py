@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
@@ -94,6 +95,7 @@ class TritonLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.adaption: AdaptionBank | None = None
         self.visits: VisitBank | None = None
         self._fixed = fixed
         self._layout = layout
@@ -127,6 +129,8 @@ class TritonLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.adaption is not None:
+            self.adaption.put(slot, adapter.adaption)
         if self.visits is not None:
             self.visits.put(slot, adapter.visits)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
@@ -149,6 +153,8 @@ class TritonLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.adaption is not None:
+            self.adaption.begin(slots)
         if self.visits is not None:
             self.visits.begin()
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
@@ -165,7 +171,8 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
-        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes, self.visits):
+        banks = (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes, self.adaption)
+        for bank in (*banks, self.visits):
             if bank is not None:
                 bank.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)

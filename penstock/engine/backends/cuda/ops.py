@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda import trials
+from penstock.engine.backends.cuda.chains import Chains
 from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
@@ -31,12 +31,12 @@ from penstock.engine.backends.cuda.kernels import (
     masks,
     norm,
     prefill,
-    product_chain,
     rope,
     row_norm,
     sampler,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
+from penstock.engine.backends.cuda.kernels.product_chain import ProductChain
 from penstock.engine.backends.interface import (
     AttentionBatch,
     DeltaLayout,
@@ -77,11 +77,8 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
-        self.chains = trials.one_token_in_chains() and product_chain.available(device)
-        """Whether steps of one token compute the products between two attentions in one launch."""
+        self._chains = Chains(device, ProductChain)
         self.hopper_prefill = _load_hopper_prefill(device)
-        self._chain_counter: Tensor | None = None
-        """Of the chains of this engine, which run one after another; another engine of the process has its own."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -119,11 +116,7 @@ class TritonOps:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
     def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
-        if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
-            return None
-        if self._chain_counter is None:
-            self._chain_counter = product_chain.new_counter(self.device)
-        return product_chain.ProductChain(links, counter=self._chain_counter)
+        return None if self.batch_invariant else self._chains.of(links)
 
     def norm_rows(
         self,
@@ -295,6 +288,9 @@ class TritonOps:
         if isinstance(qkv, Addends):
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
         return head_gate.split(qkv, layout)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)

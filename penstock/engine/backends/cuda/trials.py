@@ -16,9 +16,6 @@ log = logging.getLogger(__name__)
 CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
 """Captured prompt steps over quantized caches gather keys too, where contexts are short."""
 
-ONE_TOKEN = "PENSTOCK_ONE_TOKEN"
-"""How steps of one token compute the products between two attentions: `chain`, in one launch, or `launches`."""
-
 
 def is_on(variable: str) -> bool:
     """Whether the environment asks for a trial."""
@@ -28,12 +25,3 @@ def is_on(variable: str) -> bool:
     if value == "1":
         log.warning("%s is on: a variant that no device has been timed with", variable)
     return value == "1"
-
-
-def one_token_in_chains() -> bool:
-    value = os.environ.get(ONE_TOKEN, "") or "launches"
-    if value not in ("launches", "chain"):
-        raise ConfigError(f"{ONE_TOKEN}: {value!r} must be chain (tried) or launches (not)")
-    if value == "chain":
-        log.warning("%s is chain: a variant that no device has been timed with", ONE_TOKEN)
-    return value == "chain"

@@ -36,6 +36,10 @@ class Ops(ActivationOps, AttentionOps, RecurrentOps, SamplingOps, Protocol):
         """`x` [T, hidden] in float32; a new tensor."""
         ...
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of every number of `x` [T, n]; a new tensor."""
+        ...
+
     def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
         """Write the rows of `x` [T, n] to rows `at` (int64 [T]) of `table` [rows, n], or to its first; in its dtype."""
         ...

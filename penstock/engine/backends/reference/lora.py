@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
@@ -33,6 +34,7 @@ class ReferenceLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.adaption: AdaptionBank | None = None
         self.visits: VisitBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
@@ -54,6 +56,8 @@ class ReferenceLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.adaption is not None:
+            self.adaption.put(slot, adapter.adaption)
         if self.visits is not None:
             self.visits.put(slot, adapter.visits)
         self._adapters[slot] = adapter
@@ -72,6 +76,8 @@ class ReferenceLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.adaption is not None:
+            self.adaption.begin(slots)
         if self.visits is not None:
             self.visits.begin()
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)

@@ -41,11 +41,13 @@ class Router:
     group_score: GroupScore = "best"
     scale: float = 1.0
     weight_inputs: bool = False
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    """See `Ops.sigmoid`."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         logits = self.linear(x).float()
-        scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+        scores = self.sigmoid(logits) if self.scoring == "sigmoid" else logits.softmax(-1)
         if self.bias is None and self.groups == 1 and self.scoring == "softmax":
             weights, experts = scores.topk(self.top_k, dim=-1)
         elif self.bias is None and self.groups == 1:
@@ -257,6 +259,8 @@ class SharedAndRouted:
     shared: GatedMlp
     gate: Linear | None = None
     """One number per token, whose sigmoid the shared expert's output is multiplied by."""
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    """See `Ops.sigmoid`."""
 
     @property
     def ops(self) -> ActivationOps:
@@ -281,7 +285,7 @@ class SharedAndRouted:
         # The shared expert first: experts may write over their input.
         shared = self.shared.forward(x)
         if self.gate is not None:
-            shared = shared * torch.sigmoid(self.gate(x))
+            shared = shared * self.sigmoid(self.gate(x))
         return self.routed.forward(x) + shared
 
 

@@ -130,11 +130,11 @@ def _renderer(
 
 def _check(request: ChatRequest) -> None:
     if _unsupported(request) != _NONE_GIVEN:
-        for name in CHAT_UNSUPPORTED:
+        for name, why in CHAT_UNSUPPORTED.items():
             if given(getattr(request, name)):
-                raise not_supported(name)
+                raise not_supported(name, why)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
-        raise not_supported("modalities")
+        raise not_supported("modalities", 'models here write text; leave it out, or send ["text"]')
     if request.server_tools and (request.return_token_ids or request.prompt_logprobs is not None):
         param = "return_token_ids" if request.return_token_ids else "prompt_logprobs"
         raise InvalidRequest(f"With `server_tools` an answer has several prompts; leave `{param}` out.", param=param)

@@ -80,7 +80,7 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if not prompt:
         raise InvalidRequest("`prompt` is empty.", param="prompt")
     kind = type(prompt[0])
-    if any(type(item) is not kind for item in prompt):
+    if len(set(map(type, prompt))) > 1:  # a prompt may have a hundred thousand ids
         raise InvalidRequest(
             "`prompt` must be a string, a list of strings, a list of token ids or a list of lists of token ids.",
             param="prompt",

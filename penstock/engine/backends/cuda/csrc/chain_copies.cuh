@@ -17,11 +17,11 @@ __device__ __forceinline__ void enter(Source& source, const Arguments& arguments
     const Part& part = arguments.parts[source.part];
     const int warp = threadIdx.x / 32, group = warp >> part.slices, slice = warp - (group << part.slices);
     const int offset = slice * UNIT + threadIdx.x % 32 * PIECE;
-    source.at = part.weight + int64_t(first_of(part.outputs) + group) * part.row_bytes + offset;
-    source.reach = part.row_bytes - offset;
+    source.at = part.weight + int64_t(first_of(part.outputs) + group) * part.inputs + offset;
+    source.reach = part.inputs - offset;
     source.rows = (((count_of(part.outputs) - group - 1) << part.slices) + WARPS) / WARPS;
     source.left = source.columns = part.columns;
-    source.stride = (WARPS >> part.slices) * part.row_bytes;
+    source.stride = (WARPS >> part.slices) * part.inputs;
     source.hop = UNIT << part.slices;
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "pieces.cuh"
 
-constexpr int PIECE = 16;         // bytes that a lane copies at once
+constexpr int PIECE = 16;         // bytes, so weights, that a lane copies at once
 constexpr int UNIT = 32 * PIECE;  // what a warp copies of one row at once
 constexpr int ROWS = 4;           // rows of a stage: one unit of each
 constexpr int STAGE = ROWS * UNIT;
@@ -11,23 +11,20 @@ constexpr uint32_t ALL = 0xffffffffu;
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-enum Form { FP8 = 1, NORM = 2, GATED = 4, RESIDUAL = 8, BIAS = 16 };
+enum Form { NORM = 1, GATED = 2, RESIDUAL = 4, BIAS = 8 };
 
-// One product. FORM: the weights are e4m3 with a scale for each row (else bfloat16); the input is the RMS-normalized
-// residual stream (else what the product before it gave); the rows are those of a gate and as many to be gated; the
-// result is added to the residual stream (else written); there is a bias.
+// One product with weights in e4m3, a scale for each row. FORM: the input is the RMS-normalized residual stream (else what
+// the product before it gave); the rows are those of a gate and as many to be gated; the result is added to the residual
+// stream (else written); there is a bias.
 template <int INPUTS, int OUTPUTS, int SLICES, int FORM>
 struct Link {
     static constexpr int inputs = INPUTS, outputs = OUTPUTS, slices = SLICES;
-    static constexpr bool fp8 = FORM & FP8, norm = FORM & NORM, gated = FORM & GATED, residual = FORM & RESIDUAL;
-    static constexpr bool bias = FORM & BIAS;
-    static constexpr int row_bytes = INPUTS * (fp8 ? 1 : 2);
-    static constexpr int per_lane = fp8 ? 16 : 8;                                // weights of a piece
-    static constexpr int columns = ceil_div(ceil_div(row_bytes, UNIT), SLICES);  // units of a row for one warp
+    static constexpr bool norm = FORM & NORM, gated = FORM & GATED, residual = FORM & RESIDUAL, bias = FORM & BIAS;
+    static constexpr int columns = ceil_div(ceil_div(INPUTS, UNIT), SLICES);  // units of a row for one warp
     static constexpr int groups = WARPS / SLICES;
     static constexpr int parts = gated ? 2 : 1;
     static constexpr int most_rows = ceil_div(OUTPUTS, BLOCKS);
-    static_assert(row_bytes % PIECE == 0 && WARPS % SLICES == 0, "");
+    static_assert(INPUTS % PIECE == 0 && WARPS % SLICES == 0, "");
 };
 
 template <int I, class First, class... Rest>
@@ -50,7 +47,7 @@ using Products = List<CHAIN>;
 // Rows that are read one after another: those of a link, or of its gate, or those that are gated.
 struct Part {
     const unsigned char* weight;
-    int32_t outputs, row_bytes, columns;
+    int32_t outputs, inputs, columns;
     int32_t slices;  // the logarithm of how many
 };
 

@@ -1,5 +1,5 @@
-// All products of one token between two attentions in one launch: y1 = W1 x, y2 = W2 f(y1), ... One block to a
-// multiprocessor, whose warps stay and wait for those of the other blocks between two products.
+// All products of one token between two attentions in one launch: y1 = W1 x, y2 = W2 f(y1), ... with weights in FP8. One
+// block to a multiprocessor, whose warps stay and wait for those of the other blocks between two products.
 //
 // Reading the weights is all that takes time, so every lane keeps its own reads under way, whatever the others do: its
 // part of a ring in shared memory is filled by its own asynchronous copies and read by itself alone, which needs no
@@ -10,18 +10,10 @@
 // with its inputs in registers for the whole product), and groups of as many warps as there are slices take the rows in
 // turns. Sums of slices meet in shared memory at the end of a product.
 //
-// Built with: CHAIN, the links in order; BLOCKS of the grid; WARPS of a block; STAGES of the ring; TENSOR=1 to multiply
-// with tensor cores. For timings: WAITS=0 leaves out the waiting between products (results are wrong then), MULTIPLIES=0
-// all but the copies.
+// Built with: CHAIN, the links in order; BLOCKS of the grid; WARPS of a block; STAGES of the ring. For timings: WAITS=0
+// leaves out the waiting between products (results are wrong then), MULTIPLIES=0 all but the copies.
 #include "chain_arithmetic.cuh"
 #include "chain_copies.cuh"
-
-#ifndef WAITS
-#define WAITS 1
-#endif
-#ifndef MULTIPLIES
-#define MULTIPLIES 1
-#endif
 
 // What one output is finished with.
 struct Finish {
@@ -29,10 +21,8 @@ struct Finish {
 
     template <class L>
     __device__ __forceinline__ void load_constants(const LinkArguments& link, int output) {
-        if constexpr (L::fp8) {
-            scale = __ldg(link.scale + output);
-            if constexpr (L::gated) up_scale = __ldg(link.scale + L::outputs + output);
-        }
+        scale = __ldg(link.scale + output);
+        if constexpr (L::gated) up_scale = __ldg(link.scale + L::outputs + output);
         if constexpr (L::bias) {
             bias = bf16_to_float(__ldg(link.bias + output));
             if constexpr (L::gated) up_bias = bf16_to_float(__ldg(link.bias + L::outputs + output));

@@ -22,13 +22,13 @@ _UNIT = 512
 """Bytes that a warp copies of a row at once."""
 _ROWS = 4
 """Of a stage of the ring, a unit of each."""
-_FEW_WORDS, _MOST_WORDS = 16, 64
-"""Registers of a lane for its inputs: what is good, and the limit."""
-_FEW, _MORE, _MORE_ORDINARY = 80, 96, 128
-"""Registers of a lane that are enough: with few inputs, with more, and with more for ordinary arithmetic."""
+_FEW_COLUMNS, _MOST_COLUMNS = 2, 8
+"""Units of a row for which a lane has inputs in registers, eight for each: what is good, and the limit."""
+_FEW, _MORE = 80, 96
+"""Registers of a lane that are enough without spilling: with few inputs, and with more."""
 _SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
-_FORMS = ("FP8", "NORM", "GATED", "RESIDUAL", "BIAS")
+_FORMS = ("NORM", "GATED", "RESIDUAL", "BIAS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,6 @@ class ChainShape:
     blocks: int
     warps: int = 16
     stages: int = 4
-    tensor: bool = True
-    """Tensor cores multiply; otherwise ordinary arithmetic in float32."""
-    registers: int = 0
-    """Of a thread at most; 0: few enough, without spilling."""
-    fetch: int = 0
-    """Bytes that the L2 cache reads at once, 128 or 256; 0: as it likes."""
     waits: bool = True
     """Without them results are wrong: to time what waiting for each other costs."""
     multiplies: bool = True
@@ -58,7 +52,6 @@ class LinkPlan:
 
     inputs: int
     outputs: int
-    fp8: bool
     norm: bool
     gated: bool
     residual: bool
@@ -67,22 +60,13 @@ class LinkPlan:
     columns: int
 
     @property
-    def row_bytes(self) -> int:
-        return self.inputs * (1 if self.fp8 else 2)
-
-    @property
     def parts(self) -> int:
         return 2 if self.gated else 1
 
     @property
-    def words(self) -> int:
-        """Registers of a lane for its inputs."""
-        return _words(self.columns, self.fp8, self.norm)
-
-    @property
     def text(self) -> str:
         """As the source has it."""
-        flags = (self.fp8, self.norm, self.gated, self.residual, self.bias)
+        flags = (self.norm, self.gated, self.residual, self.bias)
         form = "|".join(name for name, on in zip(_FORMS, flags, strict=True) if on) or "0"
         return f"Link<{self.inputs},{self.outputs},{self.slices},{form}>"
 
@@ -108,8 +92,6 @@ class ChainPlan:
             "BLOCKS": shape.blocks,
             "WARPS": shape.warps,
             "STAGES": shape.stages,
-            "TENSOR": int(shape.tensor),
-            "PENSTOCK_FETCH": shape.fetch,
             "WAITS": int(shape.waits),
             "MULTIPLIES": int(shape.multiplies),
         }
@@ -117,9 +99,8 @@ class ChainPlan:
     @property
     def options(self) -> tuple[str, ...]:
         """Of the compiler."""
-        few = max(link.words for link in self.links) <= _FEW_WORDS
-        enough = _FEW if few else _MORE if self.shape.tensor else _MORE_ORDINARY
-        return (f"--maxrregcount={self.shape.registers or enough}",)
+        few = max(link.columns for link in self.links) <= _FEW_COLUMNS
+        return (f"--maxrregcount={_FEW if few else _MORE}",)
 
     def arguments(
         self, links: Sequence[Link], x: Tensor, residual: Tensor, outs: Sequence[Tensor | None], counter: Tensor
@@ -131,9 +112,9 @@ class ChainPlan:
         for index, (link, plan, out) in enumerate(zip(links, self.links, outs, strict=True)):
             found.links[index] = _Link(_at(link.scale), _at(link.bias), _at(link.norm), _at(out), link.eps, 0)
             for part in range(plan.parts):
-                at = link.weight.data_ptr() + part * plan.outputs * plan.row_bytes
+                at = link.weight.data_ptr() + part * plan.outputs * plan.inputs
                 bits = plan.slices.bit_length() - 1
-                found.parts[place] = _Part(at, plan.outputs, plan.row_bytes, plan.columns, bits)
+                found.parts[place] = _Part(at, plan.outputs, plan.inputs, plan.columns, bits)
                 place += 1
         return found
 
@@ -150,21 +131,19 @@ def plan_chain(links: Sequence[Link], shape: ChainShape) -> ChainPlan | None:
 
 
 def _fits(link: Link) -> bool:
-    """Bfloat16 all over, but for weights in e4m3 with scales; rows of whole pieces of 16 bytes, and for each of them as
-    many numbers as the kernel reads."""
-    weight = link.weight
-    scaled = weight.dtype == FP8 and link.scale is not None and link.scale.dtype == torch.float32
-    plain = weight.dtype == torch.bfloat16 and link.scale is None
-    of_rows = [tensor for tensor in (link.scale, link.bias) if tensor is not None]
+    """Weights in e4m3 with a float32 scale for every row, bfloat16 besides; rows of whole pieces of 16 bytes, and
+    vectors as long as the kernel reads them."""
+    weight, scale = link.weight, link.scale
+    if weight.dtype != FP8 or scale is None or scale.dtype != torch.float32 or link.inputs % 16:
+        return False
+    of_rows = [tensor for tensor in (scale, link.bias) if tensor is not None]
     others = [tensor for tensor in (link.bias, link.norm) if tensor is not None]
     return (
-        (scaled or plain)
-        and all(one.dtype == torch.bfloat16 for one in others)
+        all(one.dtype == torch.bfloat16 for one in others)
         and all(one.numel() == len(weight) for one in of_rows)
         and (link.norm is None or link.norm.numel() == link.inputs)
         and all(one.is_contiguous() for one in (weight, *of_rows, *others))
         and all(one.data_ptr() % 16 == 0 for one in (weight, *others))
-        and link.inputs % 16 == 0
     )
 
 
@@ -183,24 +162,20 @@ def _follow(links: Sequence[Link]) -> bool:
 
 def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
     """With few registers for inputs if that is possible; then as few stages for each warp as can be."""
-    fp8 = link.weight.dtype == FP8
-    units = -(-link.inputs * (1 if fp8 else 2) // _UNIT)
-    rows = -(-link.outputs // shape.blocks)
+    units, rows = -(-link.inputs // _UNIT), -(-link.outputs // shape.blocks)
     best: tuple[int, int, int, int] | None = None
     for slices in (1 << bit for bit in range(shape.warps.bit_length())):
         columns = -(-units // slices)
-        words = _words(columns, fp8, link.norm is not None)
-        if shape.warps % slices or words > _MOST_WORDS:
+        if shape.warps % slices or columns > _MOST_COLUMNS:
             continue
         stages = -(-rows // (_ROWS * (shape.warps // slices))) * columns
-        taken = (max(words, _FEW_WORDS) - 1).bit_length()
+        taken = (max(columns, _FEW_COLUMNS) - 1).bit_length()
         best = min(best or (32, 0, 0, 0), (taken, stages, columns, slices))
     if best is None:
         return None
     return LinkPlan(
         link.inputs,
         link.outputs,
-        fp8,
         link.norm is not None,
         link.gated,
         link.residual,
@@ -208,11 +183,6 @@ def _plan(link: Link, shape: ChainShape) -> LinkPlan | None:
         slices=best[3],
         columns=best[2],
     )
-
-
-def _words(columns: int, fp8: bool, norm: bool) -> int:
-    """In bfloat16 those with gains are two numbers each."""
-    return columns * (8 if fp8 or norm else 4)
 
 
 class _Link(ctypes.Structure):
@@ -230,7 +200,7 @@ class _Part(ctypes.Structure):
     _fields_ = (
         ("weight", c_void_p),
         ("outputs", c_int32),
-        ("row_bytes", c_int32),
+        ("inputs", c_int32),
         ("columns", c_int32),
         ("slices", c_int32),
     )

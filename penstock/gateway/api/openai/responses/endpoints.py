@@ -273,9 +273,9 @@ class ResponseEndpoints:
 
 
 def _check(request: ResponsesRequest, *, can_store: bool) -> None:
-    for name in UNSUPPORTED:
+    for name, why in UNSUPPORTED.items():
         if given(getattr(request, name)):
-            raise not_supported(name)
+            raise not_supported(name, why)
     if (request.n or 1) > 1:
         raise InvalidRequest("A response has one answer; `n` must be 1.", param="n")
     if request.response_format is not None and request.text is not None and request.text.format is not None:
