@@ -42,6 +42,7 @@ from penstock.cli.top import top
 from penstock.cli.trace import trace
 from penstock.cli.usage import usage
 from penstock.cli.watermark import app as watermark
+from penstock.cli.webhooks import app as webhooks
 
 HELP = """
 Serve large language models: an OpenAI-compatible server with its own inference engine.
@@ -123,6 +124,7 @@ app.add_typer(fleet, name="fleet")
 app.add_typer(deploy, name="deploy")
 app.add_typer(log_pipeline, name="log-pipeline")
 app.add_typer(watermark, name="watermark")
+app.add_typer(webhooks, name="webhooks")
 app.add_typer(keys)
 app.add_typer(tenants)
 

@@ -25,6 +25,8 @@ from penstock.errors import ConfigError
 
 DEFAULT_FILE = "penstock.yaml"
 FILE_VARIABLE = "PENSTOCK_CONFIG"
+_HOST = re.compile(r"(\*|(\*\.)?\w([\w.-]*\w)?)(:[1-9][0-9]{0,4})?", re.ASCII)
+"""A host that files may be fetched from."""
 
 
 def load(
@@ -286,12 +288,21 @@ def _tools(config: Config) -> list[str]:
             problems.append(f"{where}: a unique name is needed")
         if sum(map(bool, (server.openapi, server.mcp_url, server.command))) != 1:
             problems.append(f"{where}: one of openapi, mcp_url and command is needed")
-    for name, networks in (("tools", config.tools.networks), ("webhooks", config.webhooks.networks)):
+    for name, networks in (
+        ("tools.networks", config.tools.networks),
+        ("webhooks.networks", config.webhooks.networks),
+        ("input_files.url_networks", config.input_files.url_networks),
+    ):
         for network in networks:
             try:
                 ipaddress.ip_network(network)
             except ValueError as error:
-                problems.append(f"{name}.networks: {error}")
+                problems.append(f"{name}: {error}")
+    problems += [
+        f'input_files.url_hosts: "{host}" is no host; write docs.example.org, docs.example.org:8443, *.example.org or *'
+        for host in config.input_files.url_hosts
+        if not _HOST.fullmatch(host)
+    ]
     return problems
 
 

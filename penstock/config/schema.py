@@ -21,6 +21,7 @@ from penstock.config.experiments import ExperimentConfig
 from penstock.config.fields import setting
 from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
+from penstock.config.input_files import InputFilesConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
@@ -425,6 +426,7 @@ class Config:
     conversations: ConversationsConfig = dataclasses.field(default_factory=ConversationsConfig)
     tools: ToolsConfig = dataclasses.field(default_factory=ToolsConfig)
     webhooks: WebhooksConfig = dataclasses.field(default_factory=WebhooksConfig)
+    input_files: InputFilesConfig = dataclasses.field(default_factory=InputFilesConfig)
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.storage import Database, DatabaseError
+from penstock.storage import Database, DatabaseError, Where
 from penstock.storage.database import merged
 from penstock.telemetry.exposition import MetricRegistry
 
@@ -126,22 +126,19 @@ class AuditStore:
         limit: int = 100,
     ) -> list[AuditEntry]:
         """Newest first."""
-        where, values = "timestamp >= ?", list[float | str]([since])
-        for condition, value in (
+        where = Where(
+            ("timestamp >= ?", since),
             ("timestamp < ?", until),
             ("tenant = ?", tenant),
             ("key_id = ?", key),
             ("outcome = ?", outcome),
             ("name = ?", name),
             ("request_id = ?", request_id),
-        ):
-            if value is not None:
-                where += f" AND {condition}"
-                values.append(value)
+        )
         rows = await self._database.fetch(
             f"SELECT {', '.join(FIELDS)} FROM audit_log WHERE {where} ORDER BY timestamp DESC, id DESC "
             f"LIMIT {int(limit)}",
-            *values,
+            *where.values,
         )
         return [AuditEntry(**dict(zip(FIELDS, row, strict=True))) for row in rows]
 

@@ -17,7 +17,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.metering.log_entries import ChargeEntry
 from penstock.metering.prices import Price, Usage
-from penstock.storage import Database, Row, Statement
+from penstock.storage import Database, Row, Statement, Where
 from penstock.storage.database import merged
 
 _DIMENSIONS = ", ".join(
@@ -303,24 +303,16 @@ class Ledger:
         unknown = [name for name in by if name not in _COLUMNS]
         if unknown:
             raise LedgerError(f"usage can be grouped by {', '.join(DIMENSIONS)}, not by {', '.join(unknown)}")
-        where, values = ["1 = 1"], list[str | float]()
-        for condition, value in (
-            ("settled_at >= ?", since),
-            ("settled_at < ?", until),
-            ("tenant = ?", tenant),
-            ("user_id = ?", user),
-        ):
-            if value is not None:
-                where.append(condition)
-                values.append(value)
+        where = Where(
+            ("settled_at >= ?", since), ("settled_at < ?", until), ("tenant = ?", tenant), ("user_id = ?", user)
+        )
         columns = [_COLUMNS[name] for name in by]
         grouping = f"GROUP BY {', '.join(columns)} " if columns else ""
         rows = await self._database.fetch(
             f"SELECT {''.join(f'{column}, ' for column in columns)}COUNT(*), {_sum('prompt_tokens')}, "
             f"{_sum('cached_tokens')}, {_sum('completion_tokens')}, {_sum('reasoning_tokens')}, "
-            f"{_sum('cost_nanos')} AS cost FROM charges_settled WHERE {' AND '.join(where)} "
-            f"{grouping}ORDER BY cost DESC",
-            *values,
+            f"{_sum('cost_nanos')} AS cost FROM charges_settled WHERE {where} {grouping}ORDER BY cost DESC",
+            *where.values,
         )
         return [_total(row, len(columns)) for row in rows]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.metering.log_entries import FIELDS, Entry, LogEntry
 from penstock.metering.request_log import Sink, SinkError
-from penstock.storage import Database, DatabaseError
+from penstock.storage import Database, DatabaseError, Where
 from penstock.storage.database import merged
 
 _VERSIONS = (
@@ -91,24 +91,20 @@ class RequestStore(Sink):
     ) -> list[LogEntry]:
         """Entries of requests that arrived after `since` and before `until`, newest first; of `routes` only, if any
         are given."""
-        where, values = "timestamp >= ?", list[float | str]([since])
-        for condition, value in (
+        where = Where(
+            ("timestamp >= ?", since),
             ("timestamp < ?", until),
             ("tenant = ?", tenant),
             ("user_id = ?", user),
             ("COALESCE(adapter_id, model_version) = ?", model),
             ("finish_reason = ?", finish_reason),
             ("request_id = ?", request_id),
-        ):
-            if value is not None:
-                where += f" AND {condition}"
-                values.append(value)
+        )
         if routes:
-            where += f" AND route IN ({', '.join('?' * len(routes))})"
-            values += routes
+            where.one_of("route", routes)
         rows = await (await self._ready()).fetch(
             f"SELECT {', '.join(FIELDS)} FROM request_log WHERE {where} ORDER BY timestamp DESC LIMIT {int(limit)}",
-            *values,
+            *where.values,
         )
         return [LogEntry(*row) for row in rows]
 

@@ -256,12 +256,16 @@ class ResumedElsewhere(ApiError):
 
 
 class ModelNotFound(NotFound):
-    """No such model. The message lists those that exist for the caller, where the caller is known."""
+    """No such model. The message lists those that exist for the caller, where the caller is known. `purpose`: what it
+    was wanted for, where a model of that name may exist for another, such as `for embeddings`."""
 
     code = "model_not_found"
 
-    def __init__(self, model: str, available: list[str] | None = None) -> None:
-        message = f"The model `{model}` does not exist here."
+    def __init__(self, model: str, available: list[str] | None = None, *, purpose: str = "") -> None:
+        if model and not purpose:
+            message = f"The model `{model}` does not exist here."
+        else:
+            message = f"There is {' '.join(filter(None, ('no model', model and f'`{model}`', purpose)))} here."
         if available is not None:
             names = ", ".join(f"`{name}`" for name in sorted(available)) or "none yet"
             message = f"{message} Available: {names}."

@@ -51,8 +51,14 @@ class Encoders:
     def find(self, name: str, access: Access | None = None) -> Embedder:
         """The encoder with this name or alias, if it exists for a caller; without `access`: for the gateway itself."""
         if not self.allows(access, name):
-            raise ModelNotFound(name[:256], [known for known in self._names if self.allows(access, known)])
+            raise self.unknown(name, access)
         return self._embedders[self._names[name]]
+
+    def unknown(self, name: str, access: Access | None) -> ModelNotFound:
+        """The error for a name that is no encoder for a caller; it may be a model that generates text."""
+        known = [known for known in self._names if self.allows(access, known)]
+        known += [known for known in self._remotes if self.remote(known, access) is not None]
+        return ModelNotFound(name[:256], known, purpose="for embeddings, scores or ranking")
 
     def remote(self, name: str, access: Access | None = None) -> RemoteEmbedder | None:
         """The encoder with this name or alias that another server runs, if it exists for a caller."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,28 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends.backend import WeightPlan
-from penstock.engine.backends.interface import (
-    FP8,
-    FP8_MAX,
-    ActivationOps,
-    AnyLink,
-    ExpertChoice,
-    ExpertLinks,
-    Link,
-    apply_links,
-)
+from penstock.engine.backends.interface import FP8, FP8_MAX, Link, apply_links
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.ops import ReferenceOps
-from penstock.engine.models.layers.experts import ExpertMlp, SharedAndRouted
-from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
-from penstock.engine.models.layers.linear import Linear
 from penstock.engine.startup import part
 
 
 class Chain:
     """See `LinkedProducts`."""
 
-    def __init__(self, links: Sequence[AnyLink], lengths: list[int]) -> None:
+    def __init__(self, links: Sequence[Link], lengths: list[int]) -> None:
         self.links = tuple(links)
         self._lengths = lengths
 
@@ -50,7 +38,7 @@ class ChainOps(ReferenceOps):
         self.lengths: list[int] = []
         """Of the chains that were computed."""
 
-    def chain(self, links: Sequence[AnyLink]) -> Chain | None:  # type: ignore[override]
+    def chain(self, links: Sequence[Link]) -> Chain | None:  # type: ignore[override]
         return Chain(links, self.lengths) if len(links) <= self.longest else None
 
 
@@ -93,62 +81,6 @@ class ChainLinear:
         return Link(self.weight, self.scale, self.bias, norm, eps, gated, residual)
 
 
-class ChainExperts:
-    """See `ChainedFeedForward`: experts, perhaps with a shared one, whose products are a part of a chain."""
-
-    fuses = True
-
-    def __init__(self, routed: ExpertMlp, shared: GatedMlp | None = None, gate: Linear | None = None) -> None:
-        self.routed, self.shared, self.gate = routed, shared, gate
-        self._whole: Any = routed if shared is None else SharedAndRouted(routed, shared, gate)
-
-    @property
-    def ops(self) -> ActivationOps:
-        return self.routed.ops
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        found: tuple[Linear, ...] = self._whole.linears
-        return found
-
-    @property
-    def weight_bytes(self) -> int:
-        return int(self._whole.weight_bytes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self._whole.forward(x)
-        return out
-
-    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return residual.add_(self.forward(F.rms_norm(residual, norm.shape, norm, eps)))
-
-    def links(self, norm: Tensor, eps: float) -> Sequence[AnyLink]:
-        router, shared, gate = self.routed.router, self.shared, self.gate
-        linear: Any = router.linear
-
-        def stack(name: str) -> Tensor:
-            return torch.stack([getattr(expert, name).weight for expert in self.routed.experts])
-
-        up: Any = None if shared is None else shared.gate_up
-        down: Any = None if shared is None else shared.down
-        mlps: list[Any] = [*self.routed.experts, *([] if shared is None else [shared])]
-        if any(linear.bias is not None for mlp in mlps for linear in mlp.linears):
-            return ()
-        weight: Any = gate
-        choice = ExpertChoice(
-            router.top_k, router.normalize, router.scoring == "sigmoid", router.bias, router.groups, router.top_groups,
-            router.group_score == "best_two", router.scale,
-        )  # fmt: skip
-        return (
-            ExpertLinks(
-                choice, linear.weight, linear.bias, stack("gate_up"), None, stack("down"), None, norm, eps,
-                shared_gate_up=None if up is None else up.weight,
-                shared_down=None if down is None else down.weight,
-                shared_gate=None if weight is None else weight.weight,
-            ),
-        )  # fmt: skip
-
-
 class ChainBackend(ReferenceBackend):
     """See `Backend`."""
 
@@ -161,13 +93,6 @@ class ChainBackend(ReferenceBackend):
 
     def plan_weights(self, *args: Any) -> WeightPlan:
         return WeightPlan(fused_up_to=8)
-
-    def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
-        return ChainExperts(stored())
-
-    def with_shared(self, routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
-        assert isinstance(routed, ChainExperts)
-        return ChainExperts(routed.routed, shared, gate)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> ChainLinear:
         return ChainLinear(weight, bias, self._few_bits and weight.dtype == torch.float32)

@@ -147,6 +147,31 @@ def test_the_same_bits_with_experts_and_with_adapters(tmp_path: Path) -> None:
             assert bits(deltas, name) == wanted, (family, name)
 
 
+OTHERS = (
+    "bamba", "deepseek-v3", "falcon-h1", "gemma2", "glm4-moe", "gpt-oss", "granite4-hybrid", "llama4-plain", "mamba2",
+    "nemotron-h", "nemotron-h-narrow-experts", "qwen2-moe", "qwen3.5",
+)  # fmt: skip
+
+
+@native
+@pytest.mark.parametrize(
+    "family", ["nemotron-h-experts", "qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_the_same_bits_in_any_family(tmp_path: Path, family: str) -> None:
+    """Recurrent layers, and the sigmoids of routers and gates, are computed by PyTorch, whose sums and functions depend
+    on how many tokens there are."""
+    folder = write_checkpoint(family, tmp_path, spread=0.6)
+    requests = [replace(request, params=replace(request.params, max_tokens=4)) for request in WATCHED[1:]]
+    fixed = {"deterministic": True, "num_blocks": 200, "state_interval": 32, "max_model_len": 256}
+    alone = make_engine(folder, **fixed)
+    expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in requests}
+    again = {request.request_id: bits(run(alone, [request]), request.request_id) for request in requests}
+    assert again == expected, "with the prompt found in the cache"
+    deltas = run(make_engine(folder, **fixed, token_budget=13), others_in_batch(1) + requests)
+    for name, wanted in expected.items():
+        assert bits(deltas, name) == wanted, name
+
+
 def test_what_has_no_deterministic_form_is_refused(tmp_path: Path) -> None:
     dense = write_checkpoint("llama-gqa", tmp_path)
     with patch.object(CpuBackend, "invariant_adapters", False), pytest.raises(ConfigError, match="adapters on this"):

@@ -21,6 +21,7 @@ import pytest
 from penstock.config.schema import TierConfig
 from penstock.gateway.app.asgi import App
 from penstock.gateway.http.request import ON_DISCONNECT
+from penstock.gateway.process.endpoints import endpoints_of
 from penstock.gateway.process.main import application
 from penstock.metering.ledger import Ledger
 from tests.fuzz import harness
@@ -162,7 +163,7 @@ def mutate(data: bytes, rng: random.Random, pool: Sequence[bytes]) -> bytes:
 class Target:
     def __init__(self, running: Running, key: str) -> None:
         self.running = running
-        self.app: App = application(running.parts, "all")
+        self.app: App = application(running.parts, endpoints_of(running.parts), "all")
         self.key = key
 
     async def ask(self, data: bytes) -> tuple[str, int, bytes, bytes]:

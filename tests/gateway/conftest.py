@@ -16,7 +16,7 @@ import pytest
 from penstock.backends.base import Backend
 from penstock.config.routing import AdmissionConfig
 from penstock.gateway.app.asgi import App
-from penstock.gateway.process.composition import Gateway
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.main import Application, serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders

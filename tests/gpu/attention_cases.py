@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +9,6 @@ import torch
 from gpu_harness import DEVICE, MODE, QUICK, TOLERANCE, check, integers, poison_, poisoned_outputs, rand, rng
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import hopper_prefill
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
 
@@ -173,16 +170,6 @@ def run_case(name: str, case: Case, tolerance: float | None = None) -> None:
 def prefill_flops(case: Case) -> float:
     pairs = sum(n * (context - n) + n * (n + 1) / 2 for n, context in zip(case.queries, case.contexts, strict=True))
     return 4 * pairs * case.layout.heads * case.layout.head_dim
-
-
-@contextlib.contextmanager
-def wide_copies(on: bool = True) -> Iterator[None]:
-    """A trial of the Hopper kernel: runs of cache blocks in one copy."""
-    kept, hopper_prefill.WIDE_COPIES = hopper_prefill.WIDE_COPIES, on
-    try:
-        yield
-    finally:
-        hopper_prefill.WIDE_COPIES = kept
 
 
 def layout(heads: int, kv_heads: int, dim: int, window: int | None = None) -> HeadLayout:

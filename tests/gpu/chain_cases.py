@@ -33,25 +33,26 @@ class Sizes:
 
 LLAMA_8B = Sizes(4096, 14336, 4096, 6144)
 LLAMA_70B = Sizes(8192, 28672, 8192, 10240)
+QWEN3_4B = Sizes(2560, 9728, 4096, 6144)
+QWEN3_17B = Sizes(2048, 6144, 2048, 4096)
 QWEN3_06B = Sizes(1024, 3072, 2048, 4096)
 
 
 def make_links(
-    sizes: Sizes, *, fp8: bool, bias: bool, device: torch.device, keep: Callable[[Tensor], Tensor] = lambda x: x
+    sizes: Sizes, *, bias: bool, device: torch.device, keep: Callable[[Tensor], Tensor] = lambda x: x
 ) -> list[Link]:
-    """Output, gate and up, down, and query, key and value of the next layer; `keep` is called on every tensor."""
+    """Output, gate and up, down, and query, key and value of the next layer, in e4m3 with a scale for each row; `keep`
+    is called on every tensor."""
 
     def noise(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.float32).mul_(scale)
 
     def link(rows: int, inputs: int, norm: bool, gated: bool = False, residual: bool = False) -> Link:
-        weight, scale = noise(rows, inputs, scale=inputs**-0.5), None
-        if fp8:
-            scale = weight.abs().amax(1) / 448
-            weight = (weight / scale[:, None]).to(FP8)
+        weight = noise(rows, inputs, scale=inputs**-0.5)
+        scale = weight.abs().amax(1) / 448
         return Link(
-            keep(weight if fp8 else weight.to(BF16)),
-            None if scale is None else keep(scale),
+            keep((weight / scale[:, None]).to(FP8)),
+            keep(scale),
             keep(noise(rows).to(BF16)) if bias else None,
             keep((1 + noise(inputs, scale=0.3)).to(BF16)) if norm else None,
             EPS if norm else 0.0,

@@ -20,7 +20,6 @@ from attention_cases import (
     ops,
     prefill_flops,
     run_case,
-    wide_copies,
 )
 from gpu_harness import (
     MODE,
@@ -151,28 +150,6 @@ def test_prefill_on_hopper() -> None:
                     check(f"hopper {heads}/{kv_heads} {contexts} {dtype}", out[first:], attention64(case)[first:])
 
 
-def test_prefill_on_hopper_with_wide_copies() -> None:
-    """A trial: tiles whose blocks lie one behind the other, some, all but the last, none; bit for bit the same."""
-    if QUICK:  # the interpreter does not know Gluon
-        return
-    batches = [([1, 70], [40, 70]), ([130], [130]), ([128], [256]), ([17, 300, 500], [1017, 5000, 900])]
-    for heads, kv_heads in ((32, 8), (28, 4), (32, 1)):
-        for queries, contexts in batches:
-            for dtype in (torch.bfloat16, torch.float16):
-                for run in (1, 8, 27, 1000):
-                    case = build(queries, contexts, layout(heads, kv_heads, 128), dtype, run=run)
-                    call = case.q, case.layout, case.batch, case.k_cache, case.v_cache
-                    narrow, wide = (poison_(torch.empty_like(case.q.flatten(1))) for _ in range(2))
-                    hopper_prefill.prefill_attention(*call, narrow)
-                    with wide_copies():
-                        hopper_prefill.prefill_attention(*call, wide)
-                    first = case.batch.num_decodes
-                    name = f"wide {heads}/{kv_heads} {contexts} {dtype}, runs of {run}"
-                    check_equal(name, wide[first:], narrow[first:])
-                    if MODE != "compile":
-                        check(name, wide[first:], attention64(case)[first:])
-
-
 def test_prefill_on_hopper_with_any_scale() -> None:
     """Rows whose first tile is all masked, for factors of scores that round up and such that round down."""
     if QUICK:  # the interpreter does not know Gluon
@@ -296,6 +273,17 @@ def bench_decode() -> Iterator[Row]:
     cases = decode_cases(256, 1024, qwen)
     us = time_us([lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache) for c in cases])
     yield bandwidth("decode 256 x 1024, 16/8x128", us, decode_bytes(cases))
+
+
+def bench_decode_over_quantized() -> Iterator[Row]:
+    """Long conversations, as agents have them; what is read is half as much as in bf16."""
+    for count, context in ((1, 30000), (4, 30000), (8, 30000), (16, 16000), (32, 30000)):
+        for name, kv in (("bf16", None), ("fp8", FP8), ("int8", INT8)):
+            cases = decode_cases(count, context, LLAMA, kv)
+            us = time_us(
+                [lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache, c.scales) for c in cases]
+            )
+            yield bandwidth(f"decode {count} x {context}, 32/8x128, {name} cache", us, decode_bytes(cases))
 
 
 def bench_prefill() -> Iterator[Row]:

@@ -4,21 +4,26 @@ and what a layer takes of both."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from chain_cases import LLAMA_8B, LLAMA_70B, QWEN3_4B, QWEN3_17B, make_links
 from gpu_harness import DEVICE, MODE, Row, bandwidth, check, rand, time_us
 from test_triton_latent import BLOCK, OnTriton, make_batch
+from test_triton_product_chain import build
 
 from penstock.bench.shapes import named
+from penstock.engine.backends.cuda import chains, exclusive
+from penstock.engine.backends.cuda.chains import ONE_TOKEN
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Quantizer
-from penstock.engine.backends.cuda.kernels import common, product_chain
+from penstock.engine.backends.cuda.kernels import common
+from penstock.engine.backends.cuda.kernels.chain_plan import ChainShape, plan_chain
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.warmup import _neighbours
-from penstock.engine.backends.interface import Link
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.models.build import build_decoder
@@ -34,16 +39,16 @@ SMALL: dict[str, Any] = {
 
 
 class Step:
-    """One token after 300 others."""
+    """One token after 300 others, through layers in FP8. One at a time has chains."""
 
-    def __init__(self, config: dict[str, Any], fp8: bool) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         factory = OnTriton()
-        factory.ops = TritonOps(DEVICE)
-        factory.ops.chains = True
+        with patch.dict(os.environ, {ONE_TOKEN: "chain"}):
+            factory.ops = TritonOps(DEVICE)
         weights = RandomCheckpoint(config, dtype=BF16, device=DEVICE)
         self.chained: Decoder = build_decoder(
             weights, read_config(config), factory, dtype=BF16, max_positions=512, fused_up_to=8,
-            quantize=Fp8Quantizer(DEVICE, BF16) if fp8 else None,
+            quantize=Fp8Quantizer(DEVICE, BF16),
         )  # fmt: skip
         self.usual = dataclasses.replace(self.chained, chains=False)
         self.batch, blocks = make_batch([300], [])
@@ -56,13 +61,6 @@ class Step:
         return decoder.run(self.residual.clone(), self.batch, self.kv)
 
 
-def _shapes() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "small", SMALL
-    if MODE == "device":
-        for name in ("llama-8b", "qwen3-0.6b"):
-            yield name, with_layers(named(name), 3)
-
-
 @contextmanager
 def _early(on: bool) -> Iterator[None]:
     common.overlap_launches(on and MODE == "device")
@@ -72,75 +70,87 @@ def _early(on: bool) -> Iterator[None]:
         common.overlap_launches(False)
 
 
-def _build(steps: Sequence[Step], early: bool) -> None:
+def _build(decoders: Sequence[Decoder], step: Step, early: bool) -> None:
     """All kernels at once: one after another takes seconds each."""
-    if MODE == "device":
-        with _early(early), common.building_kernels(), torch.inference_mode():
-            for step in steps:
-                step(step.chained)
-                step(step.usual)
+    with _early(early), common.building_kernels(), torch.inference_mode():
+        for decoder in decoders:
+            step(decoder)
 
 
 def offered() -> bool:
     """Whether there is a kernel for chains, in this mode and on this device. In the interpreter there is none: programs
     that wait for each other need a device."""
-    weight = torch.empty(64, 64, dtype=BF16, device=DEVICE)
-    return MODE != "interpret" and product_chain.applies([Link(weight)], DEVICE)
+    return MODE == "device" and chains.has_kernel(DEVICE)
 
 
 def test_hidden_states_equal_those_of_separate_launches() -> None:
     if not offered():
         return
-    steps = {(name, fp8): Step(config, fp8) for name, config in _shapes() for fp8 in (False, True)}
-    for early in (False, True):
-        _build(list(steps.values()), early)
-        for (name, fp8), step in steps.items():
-            assert step.chained.chained and not step.usual.chained
-            assert len(list(_neighbours(step.chained))) == 2 and not list(_neighbours(step.usual))
-            first = step.chained.layers[:1]
-            assert list(_neighbours(dataclasses.replace(step.chained, layers=first))) == [first * 2]
+    exclusive._owners.clear()  # engines of earlier tests
+    for name, config in (("small", SMALL), ("llama-8b", with_layers(named("llama-8b"), 2))):
+        step = Step(config)
+        assert step.chained.chained and not step.usual.chained
+        assert len(list(_neighbours(step.chained))) == len(step.chained.layers) - 1
+        assert not list(_neighbours(step.usual))
+        first = step.chained.layers[:1]
+        assert list(_neighbours(dataclasses.replace(step.chained, layers=first))) == [first * 2]
+        for early in (False, True):
+            _build([step.chained, step.usual], step, early)
             with _early(early):
                 for turn in range(3):
                     got, want = step(step.chained), step(step.usual)
-                    check(f"{name}, fp8 {fp8}, early {early}, {turn}", got, want, 2e-2)
+                    check(f"{name}, early {early}, {turn}", got, want, 2e-2)
+        del step
+
+
+def test_one_engine_of_a_process_has_chains() -> None:
+    """Those of two might wait for each other; when the first is gone, the next one has them."""
+    if not offered():
+        return
+    exclusive._owners.clear()  # engines of earlier tests
+    first = Step(SMALL)
+    assert first.chained.chained and not Step(SMALL).chained.chained
+    assert dataclasses.replace(first.chained).chained
+    del first
+    assert Step(SMALL).chained.chained
 
 
 @contextmanager
 def _shape(**changes: Any) -> Iterator[None]:
     """Chains that are made inside have another launch shape."""
-    usual = product_chain.shape_on(DEVICE)
-    with patch.object(product_chain, "shape_on", lambda _: dataclasses.replace(usual, **changes)):
+    usual = chains.shape_on(DEVICE)
+    with patch.object(chains, "shape_on", lambda _: dataclasses.replace(usual, **changes)):
         yield
 
 
-def tune_layers() -> Iterator[Row]:
-    """What a chain leaves to attention decides on a layer: shared memory, registers, and how far it reads ahead."""
-    if MODE != "device" or not offered():
-        return
-    for fp8 in (True, False):
-        step = Step(with_layers(named("llama-8b"), 6), fp8)
-        for changes in (
-            {}, {"stages": 3}, {"stages": 5}, {"stages": 6}, {"registers": 64}, {"registers": 128},
-            {"tensor": False}, {"tensor": False, "registers": 80}, {"warps": 8, "stages": 8}, {"waits": False}, {},
-        ):  # fmt: skip
-            with _shape(**changes):
-                chained = dataclasses.replace(step.chained)
-            _build([step], True)
-            with _early(True):
-                us = time_us([lambda step=step, decoder=chained: step(decoder)]) / len(chained.layers)
-            yield f"llama-8b {'fp8' if fp8 else 'bf16'}, a layer, {changes or 'as it is'}", us, ""
+VARIANTS: dict[str, dict[str, Any]] = {"chain": {}, "chain, without waits": {"waits": False}}
+SIZES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3-4b": QWEN3_4B, "qwen3-1.7b": QWEN3_17B}
 
 
 def bench_layers() -> Iterator[Row]:
-    if MODE != "device" or not offered():
-        return
-    shapes = [(name, fp8) for name in ("llama-8b", "qwen3-0.6b", "llama-70b") for fp8 in (True, False)]
-    steps = [Step(with_layers(named(name), 6), fp8) for name, fp8 in shapes]
-    _build(steps, True)
-    with _early(True):
-        for (name, fp8), step in zip(shapes, steps, strict=True):
-            layers = len(step.chained.layers)
-            read = sum(linear.weight_bytes for layer in step.chained.layers for linear in layer.linears) / layers
-            for kind, decoder in (("in chains", step.chained), ("separate", step.usual)):
-                us = time_us([lambda step=step, decoder=decoder: step(decoder)]) / layers
-                yield bandwidth(f"{name} {'fp8' if fp8 else 'bf16'}, a layer, {kind}", us, read)
+    """Microseconds of a layer with attention, everything twice: of models whose chain gained, and of those of the sizes
+    below them, which say from how many bytes on it does."""
+    if MODE == "compile":
+        links = {name: make_links(sizes, bias=False, device=torch.device("meta")) for name, sizes in SIZES.items()}
+        plans = {
+            f"{name}, {kind}, {len(part)} links": plan_chain(part, ChainShape(132, **changes))
+            for name, made in links.items()
+            for kind, changes in VARIANTS.items()
+            for part in (made, made[:3])  # the last layer has no next one
+        }
+        build({label: plan for label, plan in plans.items() if plan is not None})
+    exclusive._owners.clear()  # engines of tests
+    for name, sizes in SIZES.items() if offered() else ():
+        step = Step(with_layers(named(name), 6))
+        decoders = {"launches": step.usual}
+        for kind, changes in VARIANTS.items():
+            with _shape(**changes):
+                decoders[kind] = dataclasses.replace(step.chained)
+            assert decoders[kind].chained
+        _build(list(decoders.values()), step, True)
+        with _early(True):
+            for _ in range(2):
+                for kind, decoder in decoders.items():
+                    us = time_us([lambda step=step, decoder=decoder: step(decoder)]) / len(decoder.layers)
+                    yield bandwidth(f"{name} fp8, a layer, {kind}", us, sizes.weights)
+        del step, decoders, decoder

@@ -1,10 +1,10 @@
-"""Prompts on Hopper whose keys and values are gathered first, from FP8 and int8 caches and (a trial) from 16-bit ones,
-and attention over them."""
+"""Prompts on Hopper whose keys and values are gathered first, and attention over them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +25,6 @@ from attention_cases import (
     ops,
     prefill_flops,
     run_case,
-    wide_copies,
 )
 from gpu_harness import (
     MODE,
@@ -143,14 +142,13 @@ def gathered_in(turns: int, case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trial(least_reuse: int = 0) -> Iterator[None]:
+def least_reuse(tokens: float) -> Iterator[None]:
     """16-bit keys are gathered where so many new tokens read each."""
-    kept = hopper_prefill.GATHER_16BIT, hopper_prefill.LEAST_REUSE
-    hopper_prefill.GATHER_16BIT, hopper_prefill.LEAST_REUSE = True, least_reuse
+    kept, hopper_prefill.LEAST_REUSE = hopper_prefill.LEAST_REUSE, tokens
     try:
         yield
     finally:
-        hopper_prefill.GATHER_16BIT, hopper_prefill.LEAST_REUSE = kept
+        hopper_prefill.LEAST_REUSE = kept
 
 
 def test_16_bit_keys_are_gathered_where_each_is_read_often() -> None:
@@ -171,15 +169,12 @@ def test_16_bit_keys_are_gathered_where_each_is_read_often() -> None:
             total_context=total,
             attended=attended(starts, np.array(contexts), decodes),
         )
-        call = LLAMA, batch, case.q, case.k_cache
-        assert hopper_prefill._heads_gathered(*call) == 0, "off unless it is tried"
-        with trial(hopper_prefill.LEAST_REUSE):
-            heads = hopper_prefill._heads_gathered(*call)
-            assert heads == min(want, gathered_prefix.heads_at_once(LLAMA, batch, 2)), (queries, heads)
-            captured = dataclasses.replace(batch, total_context=None, attended=None)
-            assert hopper_prefill._heads_gathered(LLAMA, captured, case.q, case.k_cache) == 0
-            assert hopper_prefill.gathered_bytes(LLAMA, torch.bfloat16) == gathered_prefix.MOST_BYTES
-        assert hopper_prefill.gathered_bytes(LLAMA, torch.bfloat16) == 0
+        heads = hopper_prefill._heads_gathered(LLAMA, batch, case.q, case.k_cache)
+        assert heads == min(want, gathered_prefix.heads_at_once(LLAMA, batch, 2)), (queries, heads)
+        captured = dataclasses.replace(batch, total_context=None, attended=None)
+        assert hopper_prefill._heads_gathered(LLAMA, captured, case.q, case.k_cache) == 0
+    assert hopper_prefill.gathered_bytes(LLAMA, torch.bfloat16) == gathered_prefix.MOST_BYTES
+    assert hopper_prefill.gathered_bytes(LLAMA, torch.float32) == 0
 
 
 def test_prefill_on_hopper_over_gathered_16_bits() -> None:
@@ -193,9 +188,10 @@ def test_prefill_on_hopper_over_gathered_16_bits() -> None:
         for queries, contexts in batches:
             for dtype in (torch.bfloat16, torch.float16):
                 case = build(queries, contexts, heads, dtype)
-                first, want = case.batch.num_decodes, attend(case)
+                with least_reuse(math.inf):
+                    first, want = case.batch.num_decodes, attend(case)
                 for turns in {1, min(3, heads.kv_heads)}:
-                    with trial(), gathered_in(turns, case), counted_gathers() as gathered:
+                    with least_reuse(0), gathered_in(turns, case), counted_gathers() as gathered:
                         got = attend(case)
                     wanted = -(-heads.kv_heads // -(-heads.kv_heads // turns))
                     assert MODE == "compile" or len(gathered) == wanted  # what is only built is not counted
@@ -205,15 +201,15 @@ def test_prefill_on_hopper_over_gathered_16_bits() -> None:
                     check(f"paged {dtype} {contexts}", want[first:], attention64(case)[first:], 1e-2)
 
 
-def test_what_the_trial_leaves_to_others() -> None:
-    """Windows inside the context, sinks, other head sizes: the portable kernel, with the trial as without."""
+def test_what_is_left_to_others() -> None:
+    """Windows inside the context, sinks, other head sizes: the portable kernel, however often keys are read."""
     queries, contexts = ([2, 30], [40, 60]) if QUICK else ([600, 2], [900, 700])
     shapes = ((4, 2, 32),) if QUICK else ((8, 2, 128), (8, 2, 64), (4, 2, 256))
     for heads, kv_heads, dim in shapes:
         for window in (None, 20, 4096):
             for sinks in (False, True):
                 case = build(queries, contexts, layout(heads, kv_heads, dim, window), torch.bfloat16, sinks=sinks)
-                with trial():
+                with least_reuse(0):
                     run_case(f"{heads}/{kv_heads}x{dim}, window {window}, sinks {sinks}", case)
 
 
@@ -241,14 +237,12 @@ def test_long_prompts_of_an_engine() -> None:
                 f"    {kv_dtype}: log-probabilities differ by {difference.mean():.4f}, at most {difference.max():.3f}"
             )
             assert not with_hopper.isnan().any() and float(difference.mean()) < 0.02
-        paged, none = _prompt_logprobs(path, "auto", prompt, hopper=True)
-        with trial(1024):
+        with least_reuse(math.inf):
+            paged, none = _prompt_logprobs(path, "auto", prompt, hopper=True)
+        with least_reuse(1024):
             gathered_16, some = _prompt_logprobs(path, "auto", prompt, hopper=True)
-        with wide_copies():
-            wide, _ = _prompt_logprobs(path, "auto", prompt, hopper=True)
         assert some and not none
-        for tried in (gathered_16, wide):
-            assert float((tried - paged).abs().max()) < 1e-3, "the same arithmetic from another place"
+        assert float((gathered_16 - paged).abs().max()) < 1e-3, "the same arithmetic from another place"
 
 
 def test_captured_steps_gather_too() -> None:
@@ -372,14 +366,14 @@ SIXTEEN_BITS = (
 
 
 def bench_16_bit_caches_of_prompts() -> Iterator[Row]:
-    """Blocks in order, as a cache that is not worn has them, and scattered: each read through the block table, with
-    wide copies, and gathered (copy included); the first again at the end, since clocks change; the copy alone."""
+    """Blocks in order, as a cache that is not worn has them, and scattered: each read through the block table, and
+    gathered (copy included); the first again at the end, since clocks change; the copy alone."""
     for count, length, prefix in SIXTEEN_BITS[:1] if MODE == "compile" else SIXTEEN_BITS:
         for order, run in (("in order", 1 << 20), ("scattered", 1)):
             case = build([length] * count, [length + prefix] * count, LLAMA, torch.bfloat16, run=run)
             call = (case.q, case.layout, case.batch, case.k_cache, case.v_cache, torch.empty_like(case.q.flatten(1)))
-            for variant in ("paged", "wide", "gathered", "paged again"):
-                with trial() if variant == "gathered" else wide_copies(variant == "wide"):
+            for variant in ("paged", "gathered", "paged again"):
+                with least_reuse(0 if variant == "gathered" else math.inf):
                     us = time_us([lambda c=call: hopper_prefill.prefill_attention(*c)], repeats=5)
                 name = f"16 bits, {count} x {length} after {prefix}, {order}, {variant}"
                 yield arithmetic(name, us, prefill_flops(case))

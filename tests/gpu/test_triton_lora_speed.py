@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from attention_cases import build
 from attention_cases import layout as heads_of
 from gpu_harness import DEVICE, MODE, Row, bandwidth, rand, time_us
@@ -30,7 +28,7 @@ from penstock.engine.adapters.experts import AdaptedExperts  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.backends.cuda import lora as lora_module  # noqa: E402
 from penstock.engine.backends.cuda.experts import group  # noqa: E402
-from penstock.engine.backends.cuda.kernels import common, gemv, tiled_lora  # noqa: E402
+from penstock.engine.backends.cuda.kernels import common, gemv  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm import rms_norm  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink  # noqa: E402
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
@@ -58,9 +56,16 @@ class Stack:
         ]
         self.gain = rand(4096, dtype=self.dtype)
 
-    def adapters(self, tokens: int, count: int, sites: Sequence[int] = range(4), parts: int = 7) -> TritonLora:
+    def adapters(
+        self,
+        tokens: int,
+        count: int,
+        sites: Sequence[int] = range(4),
+        parts: int = 7,
+        kind: type[TritonLora] = TritonLora,
+    ) -> TritonLora:
         """`count` adapters of rank 16 on these sites, and these parts of query, key and value, the tokens' in turn."""
-        lora = TritonLora(self.layout, count, 16, self.dtype, DEVICE)
+        lora = kind(self.layout, count, 16, self.dtype, DEVICE)
         touched = torch.tensor([parts, 1, 3, 1], dtype=torch.int32)
         loaded = dataclasses.replace(adapter(self.layout, 16, self.dtype), parts=touched)
         for site in range(4):
@@ -174,87 +179,6 @@ def tune_lora_ways() -> Iterator[Row]:
             ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
             on = "every linear" if wide else "q and v"
             yield f"{tokens} tokens, {count} adapters on {on}: {shape}", mixed, ratio
-
-
-@triton.jit
-def _ask_for_nothing(at: tl.tensor, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
-    """In place of `ask_for`."""
-
-
-@triton.jit
-def _ask_by_first_warp(at: tl.tensor, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
-    """`ask_for` as it was: of more than 32 addresses only those that the first warp has are asked for."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32;"
-        " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [at.to(tl.int64), tl.full(at.shape, SIZE, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _rank_and_all_parts(tile_ranks_ptr: tl.tensor, tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """In place of `_rank_and_parts`, where adapters touch every part of a linear: nothing is tested."""
-    return tl.multiple_of(tl.load(tile_ranks_ptr + tile) & 0xFFFF, 8), tl.full((), 7, tl.int32)
-
-
-@contextlib.contextmanager
-def launched_with(in_order: bool = False, **functions: Any) -> Iterator[None]:
-    """The two kernels beside a product with other functions inside, compiled anew; `in_order`: products with B do not
-    start before those with A have ended."""
-    names, kept_launch = ("shrink_kernel", "expand_kernel"), lora_module.launch
-    kept = {name: getattr(tiled_lora, name) for name in (*functions, *names)}
-
-    def launch(kernel: Any, *args: Any, **options: Any) -> None:
-        more = {"in_order": True} if in_order and kernel is lora_module.expand_kernel else {}
-        kept_launch(kernel, *args, **options | more)
-
-    try:
-        for name, function in functions.items():
-            setattr(tiled_lora, name, function)
-        for name in names if functions else ():
-            setattr(lora_module, name, triton.jit(kept[name].fn, do_not_specialize=["entries"]))
-        lora_module.launch = launch  # type: ignore[attr-defined]
-        yield
-    finally:
-        lora_module.launch = kept_launch  # type: ignore[attr-defined]
-        for name in functions:
-            setattr(tiled_lora, name, kept[name])
-        for name in names:
-            setattr(lora_module, name, kept[name])
-
-
-EARLY: dict[str, tuple[bool, dict[str, Any]]] = {
-    "nothing starts early": (False, {}),
-    "early, as in the engine": (True, {}),
-    "early, B is not asked for": (True, {"ask_for": _ask_for_nothing}),
-    "early, B is asked for by the first warp": (True, {"ask_for": _ask_by_first_warp}),
-    "early, but products with B": (True, {"in_order": True}),
-    "early, parts are not tested": (True, {"_rank_and_parts": _rank_and_all_parts}),
-    "early, neither": (True, {"_rank_and_parts": _rank_and_all_parts, "ask_for": _ask_for_nothing}),
-}
-"""Whether kernels start early, and what else is different: see `launched_with`."""
-
-
-def tune_lora_early() -> Iterator[Row]:
-    """What starting early costs a decode step of 64 tokens with adapters, and what of it."""
-    stack, tokens = Stack(), 64
-    layers = stack.layout.layers
-    for name, (early, different) in EARLY.items():
-        with overlapping() if early else contextlib.nullcontext(), launched_with(**different):
-            plain = time_us([stack.pass_of(tokens, stack.linears, None)]) / layers if MODE != "compile" else 0.0
-            yield f"{tokens} tokens, without adapters: {name}", plain, ""
-            for count, wide in ((1, True), (20, False), (20, True)):
-                if not wide and "_rank_and_parts" in different:
-                    continue  # these leave out keys
-                lora = stack.adapters(tokens, count, parts=7 if wide else 5)
-                mixed = time_us([stack.pass_of(tokens, stack.adapted(lora, 4 if wide else 1), lora)]) / layers
-                ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
-                on = "every linear" if wide else "q and v"
-                yield f"{tokens} tokens, {count} adapters on {on}: {name}", mixed, ratio
 
 
 def tune_lora_rows() -> Iterator[Row]:

@@ -84,7 +84,7 @@ def test_llama_70b_over_eight_h100() -> None:
     # A shard has an eighth of the layers and of the head, and the whole embedding.
     layers, ends = 70.55e9 - 2 * 128256 * 8192, 128256 * 8192
     assert plan.weights == pytest.approx(2 * (layers / 8 + ends / 8 + ends), rel=1e-3)
-    assert plan.concurrency(4096) == 349 and plan.concurrency(131072) == 10
+    assert plan.concurrency(4096) == 348 and plan.concurrency(131072) == 10
     assert plan.concurrency(131073) == 0
 
 
@@ -243,12 +243,12 @@ def test_activations_of_the_widest_part_of_a_layer() -> None:
     dense = 8448 * (2 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 4
     assert planned().activations == dense
     split = 8448 * (2 * 4096 + 3 * 14336 // 8) * 2 + 256 * 128256 * 4
-    assert planned("llama-8b", "h100", tensor_parallel=8).activations == split
+    assert memory.activation_bytes(deployed("llama-8b", "h100", tensor_parallel=8)) == split
     routed = 8448 * (2 * 2048 + 8 * (3 * 768 + 2 * 2048)) * 2 + 256 * 151936 * 4
-    assert planned("qwen3-30b-a3b", "h100").activations == routed
+    assert memory.activation_bytes(deployed("qwen3-30b-a3b", "h100")) == routed
     narrow = replace(model_shape("llama-8b"), ffn=64)
     attention = 8448 * (2 * 4096 + (2 * 32 + 2 * 8) * 128) * 2 + 256 * 128256 * 4
-    assert memory_plan(Deployment(shape=narrow, device=device("h100"))).activations == attention
+    assert memory.activation_bytes(Deployment(shape=narrow, device=device("h100"))) == attention
     shared = replace(model_shape("llama-4-scout"), ffn=0, heads=8, kv_heads=1)
     assert shared.moe is not None
     moe = replace(shared.moe, shared_ffn=60_000)
@@ -256,14 +256,14 @@ def test_activations_of_the_widest_part_of_a_layer() -> None:
     assert plan.activations == 8448 * (2 * 5120 + 3 * 60_000) * 2 + 256 * 202048 * 4
 
 
-def test_long_prompts_over_a_quantized_cache_take_memory_on_hopper() -> None:
+def test_long_prompts_take_memory_on_hopper() -> None:
     """As much as the engine leaves free (`kernels/gathered_prefix.py`, which needs Triton to be imported)."""
     source = Path(memory.__file__).parents[1] / "engine/backends/cuda/kernels/gathered_prefix.py"
     (most,) = re.findall(r"^MOST_BYTES = (\d+) << 20$", source.read_text(), re.MULTILINE)
     assert int(most) << 20 == memory.GATHERED_BYTES
     for settings, taken in (
-        ({"kv_dtype": "fp8"}, 1), ({"kv_dtype": "int8"}, 1), ({}, 0),
-        ({"kv_dtype": "fp8", "on": "b200"}, 0), ({"kv_dtype": "int8", "on": "a100-80"}, 0),
+        ({"kv_dtype": "fp8"}, 1), ({"kv_dtype": "int8"}, 1), ({}, 1), ({"kv_dtype": "fp32"}, 0),
+        ({"kv_dtype": "fp8", "on": "b200"}, 0), ({"on": "b200"}, 0), ({"kv_dtype": "int8", "on": "a100-80"}, 0),
         ({"kv_dtype": "fp8", "model": "gpt-oss-20b"}, 0), ({"kv_dtype": "int8", "model": "deepseek-v2-lite"}, 0),
         ({"kv_dtype": "fp8", "model": "llama-1b"}, 0),
     ):  # fmt: skip
@@ -273,7 +273,7 @@ def test_long_prompts_over_a_quantized_cache_take_memory_on_hopper() -> None:
     plan = planned(on="h200", kv_dtype="fp8")
     assert plan.weights + plan.runtime + plan.activations + plan.kv_room + plan.reserve == plan.capacity
     said = {assumption.what: assumption.value for assumption in plan.assumptions}
-    assert "0.2 GiB" in said["keys of long prompts, widened"]
+    assert "0.2 GiB" in said["keys of long prompts, gathered"]
 
 
 def test_mixed_windows_are_held_whole_and_the_plan_says_so() -> None:

@@ -27,6 +27,7 @@ const PAGES = [
   { name: "caches", label: "Caches", icon: "cached", needs: [INFERENCE, ADMIN], group: "Operation" },
   { name: "tools", label: "Tools", icon: "build", needs: [ADMIN], group: "Operation" },
   { name: "keys", label: "Tenants and keys", icon: "vpn_key", needs: [ADMIN], group: "Operation" },
+  { name: "webhooks", label: "Webhooks", icon: "campaign", needs: ["/v1/admin/webhooks"], group: "Operation" },
   { name: "audit", label: "Audit log", icon: "policy", needs: ["/v1/admin/audit"], group: "Operation" },
 ];
 

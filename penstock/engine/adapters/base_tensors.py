@@ -38,6 +38,10 @@ class BaseTensors:
         self._config = config
 
     @property
+    def family(self) -> str:
+        return self._config.family
+
+    @property
     def may_be_transposed(self) -> bool:
         """Whether matrices may be [in, out] where `fan_in_fan_out` says so; of plain linears PEFT corrects it."""
         return self._config.by_transformers

@@ -2,12 +2,13 @@
 
 A visit is a token at one of its experts. The experts of a layer compute all visits as ever, and hand what their linears
 read and gave to `LoraKernel.add_visits`, which knows the adapter of each row and the expert whose matrices to use.
+Vectors and rotations of experts are those of `adapters.visits`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ from penstock.engine.models.layers.experts import ExpertSlots, ExpertSource, Nar
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
+Base = Callable[[Tensor], Tensor]
+"""What linears make of rows that are in the order of visits."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Visits:
@@ -43,11 +47,19 @@ class _Visits:
     experts: Tensor
     """int64 [pairs], counted in the whole layer."""
 
-    def gate_up(self, x: Tensor, y: Tensor, pairs: Tensor | None = None) -> None:
-        self.kernel.add_visits(x, y, self.placed_gate_up, *self._of(pairs))
+    def gate_up(self, x: Tensor, base: Base, pairs: Tensor | None = None) -> Tensor:
+        return self._apply(x, base, self.placed_gate_up, pairs, None)
 
-    def down(self, x: Tensor, y: Tensor, pairs: Tensor | None = None, weights: Tensor | None = None) -> None:
-        self.kernel.add_visits(x, y, self.placed_down, *self._of(pairs), weights)
+    def down(self, x: Tensor, base: Base, pairs: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        return self._apply(x, base, self.placed_down, pairs, weights)
+
+    def _apply(self, x: Tensor, base: Base, placed: PlacedSite, pairs: Tensor | None, weights: Tensor | None) -> Tensor:
+        of, changes = self._of(pairs), self.kernel.visits
+        y = base(x) if changes is None else changes.over(base, x, placed, *of)
+        self.kernel.add_visits(x, y, placed, *of, weights)
+        if changes is not None:
+            changes.alter(y, placed, *of, weights)
+        return y
 
     def _of(self, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
         return (self.slots, self.experts) if pairs is None else (self.slots[pairs], self.experts[pairs])
@@ -141,6 +153,7 @@ def adapt_experts(
                 down=linear(shared.down, f"{SHARED}down"),
             ),
             gate=None if feed_forward.gate is None else linear(feed_forward.gate, SHARED_GATE),
+            sigmoid=feed_forward.sigmoid,
         )
     if isinstance(feed_forward, NarrowExperts):
         return NarrowExperts(

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.norms import Norm
+from penstock.engine.adapters.stored_keys import Storing, StoringOps, with_storing_ops
 from penstock.engine.adapters.tiles import grouped
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, KVScales
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import family_of
-from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.models.model_config import ModelConfig
 
 _NAMES = ("q_norm", "k_norm")
@@ -64,47 +62,24 @@ class HeadNormBank:
         return found
 
 
-class HeadNormOps:
-    """Operations of one layer; see `AttentionOps`."""
+class HeadNormOps(StoringOps):
+    """Rotates and stores the tokens of adapters once more, with their gains."""
 
     def __init__(self, base: Any, bank: HeadNormBank, q: Norm, k: Norm) -> None:
-        self._base = base
+        super().__init__(base)
         self._bank = bank
         self._q, self._k = q, k
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # of a copy that is not whole yet
-        return getattr(self._base, name)
-
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        layout: HeadLayout,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        kv_scales: KVScales | None = None,
-        key_smoothing: KeySmoothing | None = None,
-    ) -> Tensor:
-        def rotated(rows: Tensor, of: AttentionBatch, gains: list[Tensor | None]) -> Tensor:
-            made: Tensor = self._base.rope_and_cache(
-                rows, layout, cos_sin, of, k_cache, v_cache, *gains, eps, kv_scales, key_smoothing
-            )
-            return made
-
-        groups = self._bank.replaced((self._q, q_norm), (self._k, k_norm))
+    def _stored(self, call: Storing) -> Tensor:
+        groups = self._bank.replaced((self._q, call.q_norm), (self._k, call.k_norm))
         if len(groups) == 1 and groups[0][1] is None:
-            return rotated(qkv, batch, groups[0][0])
-        own = [qkv[tokens] for _, tokens in groups]  # `qkv` may be overwritten
-        q = rotated(qkv, batch, [q_norm, k_norm])
-        for (gains, tokens), rows in zip(groups, own, strict=True):
+            q_norm, k_norm = groups[0][0]
+            return self._base_stores(call._replace(q_norm=q_norm, k_norm=k_norm))
+        own = [call.qkv[tokens] for _, tokens in groups]  # `qkv` may be overwritten
+        q, batch = self._base_stores(call), call.batch
+        for ((q_norm, k_norm), tokens), rows in zip(groups, own, strict=True):
             of = dataclasses.replace(batch, positions=batch.positions[tokens], slots=batch.slots[tokens])
-            q[tokens] = rotated(rows, of, gains)
+            q[tokens] = self._base_stores(call._replace(qkv=rows, batch=of, q_norm=q_norm, k_norm=k_norm))
         return q
 
 
@@ -113,16 +88,5 @@ def with_head_norms(decoder: Decoder, bank: HeadNormBank) -> Decoder:
     names = list(head_norms_in_layer(decoder.config))
     if not names:
         return decoder
-
-    def changed(number: int, mixer: Any) -> Any:
-        if isinstance(mixer, SideBySide):
-            return dataclasses.replace(mixer, attention=changed(number, mixer.attention))
-        if not isinstance(mixer, Attention):
-            return mixer
-        ops: Any = HeadNormOps(mixer.attention_ops, bank, *((number, name) for name in names))
-        return dataclasses.replace(mixer, attention_ops=ops)
-
-    layers = [
-        dataclasses.replace(layer, mixer=changed(number, layer.mixer)) for number, layer in enumerate(decoder.layers)
-    ]
-    return dataclasses.replace(decoder, layers=layers)
+    q, k = names
+    return with_storing_ops(decoder, lambda ops, layer: HeadNormOps(ops, bank, (layer, q), (layer, k)))

@@ -73,7 +73,7 @@ class InputBank:
         if not found:
             return base
 
-        def turned(x: Tensor) -> Tensor:
+        def with_inputs(x: Tensor) -> Tensor:
             y = base(x)
             for parts, tokens in found:
                 rows = x if tokens is None else x[tokens]
@@ -82,16 +82,18 @@ class InputBank:
                 for size, blocks in zip(placed.site.sizes, parts, strict=True):
                     if blocks is not None:
                         if id(blocks) not in made:
-                            made[id(blocks)] = base(self._turned(rows, blocks))
+                            made[id(blocks)] = base(turned(rows, blocks, one_by_one=self._one_by_one))
                         at = slice(None) if tokens is None else tokens
                         y[at, begin : begin + size] = made[id(blocks)][:, begin : begin + size]
                     begin += size
             return y
 
-        return turned
+        return with_inputs
 
-    def _turned(self, rows: Tensor, blocks: Tensor) -> Tensor:
-        count, size, _ = blocks.shape
-        pieces = torch.split(rows, 1) if self._one_by_one else (rows,)
-        turned = [torch.einsum("bij,tbj->tbi", blocks, piece.float().view(-1, count, size)) for piece in pieces]
-        return torch.cat(turned).flatten(1).to(rows.dtype).contiguous()
+
+def turned(rows: Tensor, blocks: Tensor, *, one_by_one: bool = False) -> Tensor:
+    """Rows of inputs multiplied by blocks; see `Parts`. `one_by_one`: no row depends on the others."""
+    count, size, _ = blocks.shape
+    pieces = torch.split(rows, 1) if one_by_one else (rows,)
+    made = [torch.einsum("bij,tbj->tbi", blocks, piece.float().reshape(-1, count, size)) for piece in pieces]
+    return torch.cat(made).flatten(1).to(rows.dtype).contiguous()

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import PlacedSite
@@ -15,6 +16,7 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.vectors import Vectors
+from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -33,6 +35,11 @@ class LoraKernel(Protocol):
     """What adapters do to the inputs of linears; the same."""
     prefixes: PrefixBank | None
     """Keys and values that adapters put before those of prompts; the same."""
+    adaption: AdaptionBank | None
+    """Learned tokens that queries attend to by themselves; the same."""
+    visits: VisitBank | None
+    """What adapters do to outputs and inputs of experts and of `kv_b_proj`; the same. Those who call `add_visits` ask
+    it too."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""

@@ -141,6 +141,8 @@ class AdapterLayout:
     """Whether it has room for embedding and head: stages behind the first have neither."""
     tied: bool = False
     """Whether the head is the embedding."""
+    virtual_only: bool = False
+    """Whether its embedding takes virtual tokens and no other adapters."""
 
     def width(self, rank: int) -> int:
         """The r that an adapter of this rank is stored with."""
@@ -358,11 +360,15 @@ def _gated(config: ModelConfig, prefix: str, at: str, ffn: int, **more: Any) -> 
     names, hidden = family_of(config.family).names, config.hidden_size
     gate_up = tuple(at + part for part in _parts(config, names.gate_up))
     fused = names.fused_gate_up and at + names.fused_gate_up
-    gated = has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu)
     return (
-        Site(f"{prefix}gate_up", gate_up, (ffn,) * len(gate_up), hidden, fused, gated=gated, **more),
+        Site(f"{prefix}gate_up", gate_up, (ffn,) * len(gate_up), hidden, fused, gated=_gates(config), **more),
         Site(f"{prefix}down", (at + names.down,), (hidden,), ffn, **more),
     )
+
+
+def _gates(config: ModelConfig) -> bool:
+    """See `Site.gated`."""
+    return has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu)
 
 
 def _parts(config: ModelConfig, gate_up: tuple[str, str]) -> tuple[str, ...]:
@@ -400,7 +406,7 @@ def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
         one = f"{names.moe}experts.{ANY}."
         gate_up = tuple(one + part for part in _parts(config, names.expert_gate_up))
         sites += (
-            Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size,) * len(gate_up), outer, stack=up, **at),
+            Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size,) * len(gate_up), outer, stack=up, gated=_gates(config), **at),
             Site(EXPERT_DOWN, (one + names.expert_down,), (outer,), moe.ffn_size, stack=down, **at),
         )
     return tuple(sites)

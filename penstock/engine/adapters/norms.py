@@ -20,6 +20,7 @@ from penstock.engine.adapters.tiles import grouped
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import TensorNames, family_of
 from penstock.engine.models.layers.absent import NoMixer
+from penstock.engine.models.layers.forwarder import Forwarder
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 Norm = tuple[int | None, str]
@@ -97,17 +98,12 @@ class NormBank:
         return [(own.to(gains.dtype), tokens) for own, tokens in found if own is not None]
 
 
-class NormOps:
+class NormOps(Forwarder):
     """Operations whose norms are those of each token's adapter; see `ActivationOps`."""
 
     def __init__(self, base: Any, bank: NormBank) -> None:
-        self._base = base
+        super().__init__(base)
         self._bank = bank
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # of a copy that is not whole yet
-        return getattr(self._base, name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NormOps) and self._base == other._base and self._bank is other._bank
@@ -143,17 +139,12 @@ class NormOps:
             y[rows] = self._base.rms_norm(x[rows].contiguous(), gains, eps, y.dtype)
 
 
-class _WithOps:
+class _WithOps(Forwarder):
     """A feed-forward behind other norms."""
 
     def __init__(self, base: Any, ops: Any) -> None:
-        self._base = base
+        super().__init__(base)
         self.ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._base, name)
 
 
 def with_norms(decoder: Decoder, bank: Norms) -> Decoder:

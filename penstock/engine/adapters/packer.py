@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionPrompts, AdaptionTensors
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.input_tensors import InputTensors
@@ -29,6 +30,7 @@ from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vector_tensors import Changed, VectorTensors
 from penstock.engine.adapters.vectors import SiteVectors
+from penstock.engine.adapters.visits import VisitChanges, changes_of
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
@@ -80,6 +82,10 @@ class Packer:
     """What it does to the inputs of linears."""
     prefix: StoredPrefix | None
     """Keys and values of its virtual tokens."""
+    adaption: AdaptionPrompts | None
+    """Learned tokens that queries attend to by themselves."""
+    visits: VisitChanges | None
+    """What it does to outputs and inputs of experts and of `kv_b_proj`."""
 
     def __init__(
         self,
@@ -118,6 +124,7 @@ class Packer:
         self._vectors = VectorTensors(file, layout, cut, config, stored)
         self._norms = NormTensors(file, config, norms, stored)
         self._inputs = InputTensors(file, cut, config)
+        self._adaption = AdaptionTensors(file, cut, stored)
         for index, site in enumerate(cut.whole.sites):
             if site.end:
                 continue
@@ -143,15 +150,16 @@ class Packer:
             match = _TENSOR.fullmatch(key)
             if match is not None:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
-            elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
+            elif (match := _END.fullmatch(key)) is not None and match[1] in self._targets:
                 ends.setdefault(match[1], {})[match[2]] = key
             elif key == PREFIX:
                 stored = tensors.get_tensor(key)
                 self._hash(key, stored)
                 self.prefix = read_prefix(stored, self.cut, self._row_dtype)
-            elif not any(each.take(key) for each in (self._inputs, self._whole, self._vectors, self._norms)):
+            elif not any(each.take(key) for each in self._others):
                 raise self._refusal(key)
-        converted = self.config.ranks is not None and (self._norms.any or self._whole.any or self._inputs.any)
+        others = (self._norms, self._whole, self._inputs, self._adaption)
+        converted = self.config.ranks is not None and any(each.any for each in others)
         if not found and not ends and not self._vectors.any and not converted:
             raise CheckpointError(f"{self.file} holds no {self.config.kind} matrices")
         targets = [(self._end(module, pair), pair) for module, pair in sorted(ends.items())]
@@ -193,21 +201,32 @@ class Packer:
                 self._put_tied(target, a, b, tensors, key=pair["A"])
         self._vectors.outputs(self._biased, tensors, self._hash)
         self._vectors.biases(self._biased, tensors, self._hash)
+        self.adaption = self._adaption.read(self.config.adaption, tensors, self._hash, self._add)
         self.vectors = self._vectors.vectors()
         self.norms, self.head_norms = self._norms.read(tensors, self._hash)
         self.inputs = self._inputs.read(self._biased, tensors, self._hash)
+        self.visits = changes_of(self._vectors.visits(), self._inputs.visits)
+
+    @property
+    def _others(self) -> tuple[AdaptionTensors | InputTensors | EndTensors | VectorTensors | NormTensors, ...]:
+        """Who take tensors that are no matrices of low rank."""
+        adaption = (self._adaption,) if self.config.adaption else ()
+        return *adaption, self._inputs, self._whole, self._vectors, self._norms
+
+    def _add(self, layer: int, module: str, vector: Tensor) -> None:
+        changed = self._biased(layer, module)
+        assert changed is not None
+        self._vectors.add(changed, vector)
 
     def _take_vectors(self, target: _Target, a: Tensor, b: Tensor, tensors: Any) -> None:
-        site = self.cut.whole.sites[target.index]
-        plain = not site.experts and not site.heads
-        changed = self._changed(target.layer, target.module, target.index, target.parts)
+        changed = self._changed(target.layer, target.module, target.index, target.parts, target.expert)
         scale = self.config.scale_of(target.path)
-        self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash, plain=plain)
+        self._vectors.target(changed, target.module, tensors, a, b, scale, self._hash)
 
-    def _changed(self, layer: int | None, module: str, index: int, parts: range) -> Changed:
+    def _changed(self, layer: int | None, module: str, index: int, parts: range, expert: int | None = None) -> Changed:
         site = self.cut.whole.sites[index]
-        others = site.modules if len(site.modules) == 1 else ()
-        return Changed(layer, index, parts, (module, *others, *site.aliases))
+        others = [name.replace(ANY, str(expert)) for name in site.modules] if len(site.modules) == 1 else ()
+        return Changed(layer, index, parts, (module, *others, *site.aliases), expert)
 
     def _place_of(self, layer: int, module: str) -> tuple[int, range]:
         """Of a module that some layer has: the one in this layer, if it is in it."""
@@ -220,20 +239,28 @@ class Packer:
             index = self._ends.get(module.rpartition(".")[2])
             of_head = index is not None and self.cut.whole.sites[index].end == "head"
             return Changed(None, index, range(1), (module,)) if index is not None and of_head else None
-        if layer >= self.cut.whole.layers or module not in self._places:
+        numbered = _EXPERT.fullmatch(module)
+        named = module if numbered is None else f"{numbered[1]}{ANY}{numbered[3]}"
+        if layer >= self.cut.whole.layers or named not in self._places:
             return None
-        index, parts = self._place_of(layer, module)
+        expert = None if numbered is None else int(numbered[2])
+        index, parts = self._place_of(layer, named)
         site = self.cut.whole.sites[index]
-        if site.experts or not site.is_in(layer):
+        if not site.is_in(layer) or (expert or 0) >= max(1, site.experts):
             return None
-        return self._changed(layer, module, index, parts)
+        return self._changed(layer, module, index, parts, expert)
 
     def _refusal(self, key: str) -> CheckpointError:
-        modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._ends)}))
+        modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._targets)}))
         hint = ""
         if (".experts." in key or ".kv_b_proj." in key) and not any(site.experts for site in self.cut.whole.sites):
             hint = "; for adapters of experts or of kv_b_proj set adapter_experts: true"
         return CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}{hint}")
+
+    @property
+    def _targets(self) -> Mapping[str, int]:
+        """Ends that matrices may change."""
+        return {} if self.cut.whole.virtual_only else self._ends
 
     @property
     def _tied(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionPrompts
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import KnownMatrices
 from penstock.engine.adapters.inputs import InputBlocks
@@ -26,6 +27,7 @@ from penstock.engine.adapters.prefixes import StoredPrefix
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.adapters.vectors import SiteVectors
+from penstock.engine.adapters.visits import VisitChanges
 from penstock.errors import CheckpointError
 
 
@@ -58,6 +60,10 @@ class LoadedAdapter:
     """The norms of queries and keys that it replaces."""
     prefix: StoredPrefix | None = None
     """Keys and values of its virtual tokens."""
+    adaption: AdaptionPrompts | None = None
+    """Learned tokens that queries attend to by themselves."""
+    visits: VisitChanges | None = None
+    """What it does to outputs and inputs of experts and of `kv_b_proj`."""
     kind: str = "LoRA"
     """What PEFT's users call it."""
     narrow: bool = field(init=False)
@@ -74,7 +80,7 @@ class LoadedAdapter:
     @property
     def by_host(self) -> bool:
         """Whether it does what no captured step contains on any device: its steps are launched from the host."""
-        return any(each is not None for each in (self.rows, self.inputs, self.head_norms))
+        return any(each is not None for each in (self.rows, self.inputs, self.head_norms, self.adaption, self.visits))
 
 
 def read_adapter(
@@ -134,11 +140,12 @@ def read_adapter(
     vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors
     prefix = packer.prefix.pinned() if pin and packer.prefix is not None else packer.prefix
     further = layout.touches_further(ranks) or any(
-        each is not None for each in (rows, vectors, packer.norms, packer.inputs, packer.head_norms)
+        each is not None
+        for each in (rows, vectors, packer.norms, packer.inputs, packer.head_norms, packer.adaption, packer.visits)
     )
     return LoadedAdapter(
         name, packer.rank, packer.version, packer.data, ranks, further, parts, rows, vectors, packer.norms,
-        packer.inputs, packer.head_norms, prefix, config.kind,
+        packer.inputs, packer.head_norms, prefix, packer.adaption, packer.visits, config.kind,
     )  # fmt: skip
 
 

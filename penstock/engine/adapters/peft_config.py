@@ -85,6 +85,8 @@ class LoraConfig:
     """Whether every B has a bias."""
     kind: str = "LoRA"
     """What the adapter is called, for messages."""
+    adaption: Mapping[str, int] = field(default_factory=dict)
+    """Of adaption prompts: how many tokens, and in how many layers."""
     ranks: Mapping[str, int] | None = None
     """Of an adapter of another kind that was converted: the rank of each module's pair of matrices, by its path; the
     product then has no factor."""

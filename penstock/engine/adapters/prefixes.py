@@ -18,10 +18,9 @@ from torch import Tensor
 
 from penstock.engine.adapters.layout import DELTA_MIX, AdapterCut, rows_of
 from penstock.engine.adapters.spec import WEIGHTS
+from penstock.engine.adapters.stored_keys import Storing, StoringOps, with_storing_ops
 from penstock.engine.adapters.tiles import grouped
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, KVScales
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.layers.attention import Attention
 from penstock.errors import CheckpointError
 
 PREFIX = "stored_prefix"
@@ -48,7 +47,10 @@ def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPr
     layout = cut.whole
     index = _site(cut)
     if index is None or any(site.of_recurrent or site.attribute == DELTA_MIX for site in layout.sites):
-        raise CheckpointError("prefix tuning needs a model whose layers all have attention over keys and values")
+        raise CheckpointError(
+            "prefix tuning needs a model whose layers all have attention over keys and values; PEFT cannot run it on "
+            "latent attention, Mamba layers or delta nets either: train prompt tuning or a LoRA"
+        )
     width = layout.sites[index].sizes[1]
     if stored.dim() != 2 or not len(stored) or stored.shape[1] != layout.layers * 2 * width:
         raise CheckpointError(
@@ -121,56 +123,29 @@ class PrefixBank:
         return self._chosen[1]
 
 
-class PrefixOps:
-    """Operations of one layer; see `AttentionOps`."""
+class PrefixOps(StoringOps):
+    """Stores the prefixes of the step's adapters over what the layer computed for their virtual tokens."""
 
     def __init__(self, base: Any, bank: PrefixBank, layer: int) -> None:
-        self._base = base
+        super().__init__(base)
         self._bank = bank
         self._layer = layer
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # of a copy that is not whole yet
-        return getattr(self._base, name)
-
-    def rope_and_cache(
-        self,
-        qkv: Tensor,
-        layout: HeadLayout,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        kv_scales: KVScales | None = None,
-        key_smoothing: KeySmoothing | None = None,
-    ) -> Tensor:
-        q: Tensor = self._base.rope_and_cache(
-            qkv, layout, cos_sin, batch, k_cache, v_cache, q_norm, k_norm, eps, kv_scales, key_smoothing
-        )
+    def _stored(self, call: Storing) -> Tensor:
+        q = self._base_stores(call)
+        layout, cos_sin, batch = call.layout, call.cos_sin, call.batch
         for prefix, tokens, at in self._bank.chosen(batch.positions):
             own = prefix.data[self._layer][at].to(q.dtype)
             rows = torch.cat((own.new_zeros(len(own), layout.heads * layout.head_dim), own), dim=1)
-            still = cos_sin.new_zeros(1, cos_sin.shape[1])
-            still[:, : cos_sin.shape[1] // 2] = 1.0
+            unrotated = cos_sin.new_zeros(1, cos_sin.shape[1])
+            unrotated[:, : cos_sin.shape[1] // 2] = 1.0
             of = dataclasses.replace(
                 batch, positions=torch.zeros_like(batch.positions[tokens]), slots=batch.slots[tokens]
             )
-            self._base.rope_and_cache(
-                rows, layout, still, of, k_cache, v_cache, None, None, eps, kv_scales, key_smoothing
-            )
+            self._base_stores(call._replace(qkv=rows, cos_sin=unrotated, batch=of, q_norm=None, k_norm=None))
         return q
 
 
 def with_prefixes(decoder: Decoder, bank: PrefixBank) -> Decoder:
     """`decoder` with the prefixes that the step's adapters have."""
-    layers = []
-    for number, layer in enumerate(decoder.layers):
-        if isinstance(layer.mixer, Attention):
-            ops: Any = PrefixOps(layer.mixer.attention_ops, bank, number)
-            layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, attention_ops=ops))
-        layers.append(layer)
-    return dataclasses.replace(decoder, layers=layers)
+    return with_storing_ops(decoder, lambda ops, layer: PrefixOps(ops, bank, layer))

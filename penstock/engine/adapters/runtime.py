@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from penstock.engine.adapters.adaption_prompts import with_adaption_prompts
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.ends import BoundedHead
 from penstock.engine.adapters.head_norms import with_head_norms
@@ -60,6 +61,8 @@ class AdaptedModel:
             altered = with_head_norms(altered, self.kernel.head_norms)
         if self.kernel.prefixes is not None:
             altered = with_prefixes(altered, self.kernel.prefixes)
+        if self.kernel.adaption is not None:
+            altered = with_adaption_prompts(altered, self.kernel.adaption)
         return dataclasses.replace(self, altered=altered)
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
@@ -156,14 +159,14 @@ class AdapterRuntime:
         return any(adapter is not None and adapter.by_host for adapter in adapters)
 
     def alters(self, batch: Batch) -> bool:
-        """Whether some adapter of a batch changes single outputs of linears, their inputs, norms, or what
-        the cache begins with."""
+        """Whether some adapter of a batch changes single outputs of linears, their inputs, norms, what the cache begins
+        with, or what queries see."""
         adapters = {chunk.adapter for chunk in batch.chunks} - {None}
         return any(
             each is not None
             for one in adapters
             if one is not None
-            for each in (one.vectors, one.norms, one.inputs, one.head_norms, one.prefix)
+            for each in (one.vectors, one.norms, one.inputs, one.head_norms, one.prefix, one.adaption)
         )
 
     def on_head(self, decoder: Decoder) -> bool:

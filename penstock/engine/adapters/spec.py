@@ -22,7 +22,7 @@ LEAST_RANK, MOST_RANK = 16, 512
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""
 
-VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
+VIRTUAL_KINDS = ("PROMPT_TUNING", "P_TUNING", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "CARTRIDGE")
 """Kinds that put tokens before every prompt: rows of the embedding, or keys and values."""
 _STORED_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 """Those of them that are keys and values."""

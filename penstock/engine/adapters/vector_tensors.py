@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.base_tensors import BaseTensors
-from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, rows_of
+from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vectors import SiteVectors
+from penstock.engine.adapters.visits import VisitChange
 from penstock.errors import CheckpointError
 
 FACTOR, ADDED, SCALE = "output_factor", "output_bias", "output_scale"
@@ -53,10 +54,20 @@ class Changed:
     parts: range
     names: tuple[str, ...]
     """What the checkpoint may call it."""
+    expert: int | None = None
+    """Which one's it is, where it is an expert's."""
 
     @property
-    def place(self) -> tuple[int | None, int, int]:
-        return self.layer, self.index, self.parts.start
+    def place(self) -> tuple[int | None, int, int, int | None]:
+        return self.layer, self.index, self.parts.start, self.expert
+
+    def shape(self, layout: AdapterLayout) -> tuple[int, int]:
+        """Outputs and inputs."""
+        site = layout.sites[self.index]
+        if site.heads:
+            values = layout.sites[self.index + 1]
+            return site.experts * (site.inputs + values.outputs), values.inputs
+        return sum(site.sizes[part] for part in self.parts), site.inputs
 
 
 @dataclass(slots=True)
@@ -81,7 +92,7 @@ class VectorTensors:
     config: LoraConfig
     base: BaseTensors | None
     _keys: dict[tuple[int | None, str, str], str] = field(default_factory=dict)
-    _parts: dict[tuple[int | None, int, int], _Parts] = field(default_factory=dict)
+    _parts: dict[tuple[int | None, int, int, int | None], _Parts] = field(default_factory=dict)
 
     def take(self, key: str) -> bool:
         """Whether a tensor is one of these."""
@@ -103,9 +114,9 @@ class VectorTensors:
 
     def target(
         self, changed: Changed, module: str, tensors: Any, a: Tensor, b: Tensor, scale: float,
-        hashed: Callable[[str, Tensor], None], *, plain: bool,
+        hashed: Callable[[str, Tensor], None],
     ) -> None:  # fmt: skip
-        """Take what belongs to a pair of matrices. `plain`: of a linear that every token passes."""
+        """Take what belongs to a pair of matrices."""
         magnitude = self._taken(changed.layer, module, "magnitude", tensors)
         bias = self._taken(changed.layer, module, "lora_bias", tensors)
         where = module if changed.layer is None else f"layer {changed.layer} {module}"
@@ -118,20 +129,14 @@ class VectorTensors:
                 raise CheckpointError(f"{self.file}: {where} has {has} {name}, but {CONFIG} has {key}: {wanted}")
         if magnitude is None and bias is None:
             return
-        if not plain:
-            raise CheckpointError(
-                f"{self.file}: {where} has {'DoRA' if bias is None else 'a bias of lora_B'}, which is not available "
-                "for experts and kv_b_proj; merge the adapter into the model"
-            )
-        site = self.cut.whole.sites[changed.index]
-        outputs = sum(site.sizes[part] for part in changed.parts)
+        outputs, inputs = changed.shape(self.cut.whole)
         parts = self._parts.setdefault(changed.place, _Parts(changed))
         if magnitude is not None:
             magnitude = magnitude.flatten()  # some releases of PEFT kept it as a column or a row
             self._check(magnitude, outputs, where)
             hashed(f"{where} magnitude", magnitude)
             weight = self._weight(changed, where)
-            if tuple(weight.shape) != (outputs, site.inputs):
+            if tuple(weight.shape) != (outputs, inputs):
                 raise CheckpointError(
                     f"{self.file}: the model's {where} is {tuple(weight.shape)}, which DoRA does not fit"
                 )
@@ -153,11 +158,10 @@ class VectorTensors:
             changed = find(layer, module)
             if changed is None:
                 raise CheckpointError(
-                    f"{self.file}: {self.config.kind} cannot change {where}, but only the head and linears of layers "
-                    "that are no experts; merge the adapter into the model"
+                    f"{self.file}: {self.config.kind} cannot change {where}, but only the head and linears of layers; "
+                    "merge the adapter into the model"
                 )
-            site = self.cut.whole.sites[changed.index]
-            self._check(vector, sum(site.sizes[part] for part in changed.parts), where)
+            self._check(vector, changed.shape(self.cut.whole)[0], where)
             hashed(f"{where} {kind}", vector)
             parts = self._parts.setdefault(changed.place, _Parts(changed))
             if kind == FACTOR:
@@ -166,6 +170,11 @@ class VectorTensors:
                 parts.scale = vector.float()
             else:
                 parts.added = vector.float()
+
+    def add(self, changed: Changed, vector: Tensor) -> None:
+        """Add to what a linear gives, beside what the file says."""
+        parts = self._parts.setdefault(changed.place, _Parts(changed))
+        parts.added = vector if parts.added is None else parts.added + vector
 
     def biases(
         self, find: Callable[[int | None, str], Changed | None], tensors: Any, hashed: Callable[[str, Tensor], None]
@@ -189,10 +198,9 @@ class VectorTensors:
                     continue
                 raise CheckpointError(
                     f"{self.file}: the bias of {where} is not the model's own; adapters may change biases of linears "
-                    "that they may target, except those of experts"
+                    "that they may target"
                 )
-            site = self.cut.whole.sites[changed.index]
-            self._check(bias, sum(site.sizes[part] for part in changed.parts), where)
+            self._check(bias, changed.shape(self.cut.whole)[0], where)
             hashed(f"{where} bias", bias)
             self._parts.setdefault(changed.place, _Parts(changed)).bias = bias.float()
         used = {(layer, module) for layer, module, kind in self._keys if kind in ("magnitude", "lora_bias")}
@@ -204,43 +212,92 @@ class VectorTensors:
 
     def vectors(self) -> SiteVectors | None:
         """This process's part of them; None: the adapter has none on any rank."""
-        if not self._parts:
+        plain = [parts for parts in self._parts.values() if not self.cut.whole.sites[parts.of.index].experts]
+        if not plain:
             return None
-        first, last = self.cut.layers
+        first = self.cut.layers[0]
         data = torch.zeros(2, self.layout.columns)
         data[0] = 1.0
         touched = set()
-        for parts in self._parts.values():
+        for parts in filter(self._is_here, plain):
             of = parts.of
-            site = self.cut.whole.sites[of.index]
-            if not self.layout.ends if of.layer is None else not first <= of.layer < last:
-                continue
-            sizes = [site.sizes[part] for part in of.parts]
-            scale = torch.ones(sum(sizes)) if parts.scale is None else parts.scale
-            shift = torch.zeros(sum(sizes))
-            own = self._own_bias(of)
-            if own is not None:
-                shift += (own if parts.bias is None else parts.bias) - scale * own
-            elif parts.bias is not None:
-                shift += parts.bias
-            if parts.added is not None:
-                shift += parts.added
-            if parts.factor is not None:
-                scale, shift = scale * parts.factor, shift * parts.factor
             placed = self.layout.place(0 if of.layer is None else of.layer - first, of.index)
-            # Where inputs are cut, outputs are parts of a sum: the shift is in the first of them.
-            once = self.cut.inputs[of.index][0] == 0
-            spans = self.cut.outputs[of.index]
-            for part, factor, more in zip(of.parts, torch.split(scale, sizes), torch.split(shift, sizes), strict=True):
-                begin = placed.column + sum(placed.site.sizes[:part])
-                some = rows_of(factor, spans[part])
-                data[0, begin : begin + len(some)] = some
-                if once:
-                    data[1, begin : begin + len(some)] = rows_of(more, spans[part])
+            self._fill(parts, data[:, placed.column : placed.column + placed.site.outputs], placed.site)
             touched.add((placed.layer, placed.index))
-        if not bool(data.isfinite().all()):
-            raise CheckpointError(f"{self.file}: magnitudes or biases hold values that are not finite")
+        self._check_finite(data)
         return SiteVectors(data, frozenset(touched))
+
+    def visits(self) -> dict[tuple[int, int], VisitChange] | None:
+        """This process's part of those of experts and of `kv_b_proj`, by layer and site; None: the same."""
+        first = self.cut.layers[0]
+        if not any(self.cut.whole.sites[parts.of.index].experts for parts in self._parts.values()):
+            return None
+        found: dict[tuple[int, int], VisitChange] = {}
+        data: dict[tuple[int, int], Tensor] = {}
+        for parts in self._parts.values():
+            site = self.layout.sites[parts.of.index]
+            if not site.experts or not self._is_here(parts):
+                continue
+            assert parts.of.layer is not None
+            place = parts.of.layer - first, parts.of.index
+            if site.heads:
+                found |= self._of_heads(parts, place)
+                continue
+            if place not in data:
+                data[place] = torch.zeros(2, site.experts, site.outputs)
+                data[place][0] = 1.0
+            self._fill(parts, data[place][:, parts.of.expert or 0], site)
+        for place, both in data.items():
+            self._check_finite(both)
+            found[place] = VisitChange(both[0], both[1] if bool(both[1].any()) else None)
+        return found
+
+    def _of_heads(self, parts: _Parts, place: tuple[int, int]) -> dict[tuple[int, int], VisitChange]:
+        whole, index = self.cut.whole.sites, parts.of.index
+        scale, shift = self._scale_and_shift(parts)
+        self._check_finite(scale, shift)
+        keys = whole[index].inputs
+        scales, shifts = (each.view(whole[index].experts, -1)[slice(*self.cut.heads)] for each in (scale, shift))
+        return {
+            place: VisitChange(scales[:, :keys].contiguous()),
+            (place[0], index + 1): VisitChange(scales[:, keys:].contiguous(), shifts[:, keys:].contiguous()),
+        }
+
+    def _is_here(self, parts: _Parts) -> bool:
+        first, last = self.cut.layers
+        return self.layout.ends if parts.of.layer is None else first <= parts.of.layer < last
+
+    def _scale_and_shift(self, parts: _Parts) -> tuple[Tensor, Tensor]:
+        outputs, _ = parts.of.shape(self.cut.whole)
+        scale = torch.ones(outputs) if parts.scale is None else parts.scale
+        shift = torch.zeros(outputs)
+        own = self._own_bias(parts.of)
+        if own is not None:
+            shift += (own if parts.bias is None else parts.bias) - scale * own
+        elif parts.bias is not None:
+            shift += parts.bias
+        if parts.added is not None:
+            shift += parts.added
+        return (scale, shift) if parts.factor is None else (scale * parts.factor, shift * parts.factor)
+
+    def _fill(self, parts: _Parts, data: Tensor, site: Site) -> None:
+        """Scales and shifts of some parts of a linear. `data` [2, outputs]: those of this process, `site` too."""
+        of = parts.of
+        sizes = [self.cut.whole.sites[of.index].sizes[part] for part in of.parts]
+        # Where inputs are cut, outputs are parts of a sum: the shift is in the first of them.
+        once = self.cut.inputs[of.index][0] == 0
+        spans = self.cut.outputs[of.index]
+        both = (torch.split(each, sizes) for each in self._scale_and_shift(parts))
+        for part, factor, more in zip(of.parts, *both, strict=True):
+            begin = sum(site.sizes[:part])
+            some = rows_of(factor, spans[part])
+            data[0, begin : begin + len(some)] = some
+            if once:
+                data[1, begin : begin + len(some)] = rows_of(more, spans[part])
+
+    def _check_finite(self, *vectors: Tensor) -> None:
+        if not all(bool(each.isfinite().all()) for each in vectors):
+            raise CheckpointError(f"{self.file}: magnitudes or biases hold values that are not finite")
 
     def _taken(self, layer: int | None, module: str, kind: str, tensors: Any) -> Tensor | None:
         found = next(

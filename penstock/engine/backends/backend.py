@@ -149,7 +149,7 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         return stored()
 
     def with_shared(self, routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
-        return SharedAndRouted(routed, shared, gate)
+        return SharedAndRouted(routed, shared, gate, self.ops.sigmoid)
 
     def observable(self) -> Backend:
         """A backend of the same device under which every linear is called by itself, so that its inputs can be

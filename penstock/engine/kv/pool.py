@@ -75,8 +75,7 @@ class BlockPool:
         return block
 
     def allocate_many(self, count: int) -> list[int]:
-        """The same blocks as that many calls of `allocate`, in ascending order: a device can read blocks that lie one
-        behind the other in one copy, and those of an ended sequence come back last one first."""
+        """The same blocks as that many calls of `allocate`."""
         references = self._references
         first = len(references)
         if not self._empty and first + count <= self.num_blocks:
@@ -89,9 +88,9 @@ class BlockPool:
             or first < self.num_blocks
             or count > len(self._cached)
         ):
-            return sorted(self.allocate() for _ in range(count))
+            return [self.allocate() for _ in range(count)]
         evict, name_of, block_of = self._cached.popitem, self._name_of, self._block_of
-        taken = sorted(evict(last=False)[0] for _ in range(count))
+        taken = [evict(last=False)[0] for _ in range(count)]
         for block in taken:
             del block_of[name_of.pop(block)]
             references[block] = 1

@@ -1,9 +1,9 @@
-"""What lies between the attention of a layer, or what takes its place, and that of the next, for steps of one token.
+"""What lies between the attention of a layer and that of the next one, for steps of one token.
 
 These are products alone, with norms, a gate and residual additions around them: the output of the attention, the
-feed-forward, perhaps of experts, and the query, key and value of the next layer. A backend may have one launch for as
-many of them as can be linked (`Ops.chain`); the others are launched one by one. Either way the residual stream is
-updated in place, and the results are those of the fused path.
+feed-forward, and the query, key and value of the next layer. A backend may have one launch for as many of them as can
+be linked (`Ops.chain`); the others are launched one by one. Either way the residual stream is updated in place, and the
+results are those of the fused path.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import AnyLink, LinkedProducts, Ops
+from penstock.engine.backends.interface import Link, LinkedProducts, Ops
 from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import ChainedFeedForward
 from penstock.engine.models.layers.linear import ChainedLinear
-from penstock.engine.models.layers.mixer import ChainedMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class Boundary:
 
     def _enter(self, after: DecoderLayer, residual: Tensor) -> Tensor:
         mixer: Any = after.mixer
-        qkv: Tensor = mixer.entry.fused(residual, norm=after.mixer_norm, eps=self.eps)
+        qkv: Tensor = mixer.qkv.fused(residual, norm=after.mixer_norm, eps=self.eps)
         return qkv
 
 
 def boundaries_of(layers: Sequence[DecoderLayer], ops: Ops, eps: float) -> tuple[Boundary, ...]:
-    """One for each layer; none at all where the layers are of other kinds, or no product of theirs can be linked."""
-    if not all(isinstance(layer.mixer, ChainedMixer) and layer.mixer.entry is not None for layer in layers):
+    """One for each layer; none at all where a layer has experts or no attention, or no product of theirs can
+    be linked."""
+    if not all(isinstance(one.mixer, Attention) and isinstance(one.feed_forward, ChainedFeedForward) for one in layers):
         return ()
     found = tuple(_boundary(layer, after, ops, eps) for layer, after in zip(layers, [*layers[1:], None], strict=True))
     return found if any(one.chain is not None for one in found) else ()
@@ -65,19 +66,19 @@ def _boundary(layer: DecoderLayer, after: DecoderLayer | None, ops: Ops, eps: fl
     return Boundary(layer, after, eps, ops.chain(links) if links else None)
 
 
-def _links_behind(layer: DecoderLayer, eps: float) -> Sequence[AnyLink]:
+def _links_behind(layer: DecoderLayer, eps: float) -> Sequence[Link]:
     """From the attention of a layer to its end; none where a part of that cannot be linked."""
     mixer, feed_forward, norm = layer.mixer, layer.feed_forward, layer.feed_forward_norm
-    assert isinstance(mixer, ChainedMixer)
-    if norm is None or not isinstance(feed_forward, ChainedFeedForward) or not isinstance(mixer.output, ChainedLinear):
+    assert isinstance(mixer, Attention)
+    assert isinstance(feed_forward, ChainedFeedForward)
+    if norm is None or not isinstance(mixer.output, ChainedLinear):
         return ()
     links = feed_forward.links(norm, eps)
     return (mixer.output.link(residual=True), *links) if links else ()
 
 
-def _links_before(layer: DecoderLayer, eps: float) -> Sequence[AnyLink]:
+def _links_before(layer: DecoderLayer, eps: float) -> Sequence[Link]:
     """From the residual stream to the attention of a layer."""
     mixer, norm = layer.mixer, layer.mixer_norm
-    assert isinstance(mixer, ChainedMixer)
-    entry = mixer.entry
-    return (entry.link(norm=norm, eps=eps),) if norm is not None and isinstance(entry, ChainedLinear) else ()
+    assert isinstance(mixer, Attention)
+    return (mixer.qkv.link(norm=norm, eps=eps),) if norm is not None and isinstance(mixer.qkv, ChainedLinear) else ()

@@ -80,7 +80,7 @@ class LlamaDecoder(Decoder):
         """The same with everything between two attentions in one launch."""
         caches, eps, layer = kv.layers, self.config.rms_eps, self.layers[0]
         mixer: Any = layer.mixer
-        qkv: Any = mixer.entry.fused(residual, norm=layer.mixer_norm, eps=eps)
+        qkv: Any = mixer.qkv.fused(residual, norm=layer.mixer_norm, eps=eps)
         for index, boundary in enumerate(self.boundaries):
             mixer = boundary.layer.mixer
             qkv = boundary.cross(mixer.attend(qkv, batch, caches[index]), residual)
@@ -188,6 +188,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         group_score=moe.group_score,
         scale=moe.scale,
         weight_inputs=moe.weight_inputs,
+        sigmoid=backend.ops.sigmoid,
     )
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.forwarder import Forwarder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.groups import Group
 
@@ -31,32 +32,27 @@ def summed(part: Any, group: Group) -> Any:
     return group.sum(part) if group.peers is None else Unsummed(part)
 
 
-class SummingOps:
+class SummingOps(Forwarder):
     """The operations between layers, where what is added to the residual stream may be `Unsummed`."""
 
     def __init__(self, ops: Any, group: Group) -> None:
-        self._ops = ops
+        super().__init__(ops)
         self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # of a copy that is not whole yet
-        return getattr(self._ops, name)
 
     def add_rms_norm(
         self, x: Any, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Any:
         if isinstance(x, Unsummed):
-            return self._group.add_rms_norm(self._ops, x.part, residual, weight, eps, x_weight)
-        return self._ops.add_rms_norm(x, residual, weight, eps, x_weight)
+            return self._group.add_rms_norm(self._base, x.part, residual, weight, eps, x_weight)
+        return self._base.add_rms_norm(x, residual, weight, eps, x_weight)
 
     def with_inner(self, change: Callable[[Any], Any]) -> SummingOps:
         """The same over other operations."""
-        return SummingOps(change(self._ops), self._group)
+        return SummingOps(change(self._base), self._group)
 
     def __eq__(self, other: object) -> bool:
         """Made anew for every layer, so identity says nothing."""
-        return isinstance(other, SummingOps) and self._ops == other._ops and self._group is other._group
+        return isinstance(other, SummingOps) and self._base == other._base and self._group is other._group
 
     __hash__ = object.__hash__
 
@@ -65,7 +61,7 @@ class SummingOps:
         if parts:
             whole = [x for x in added if not isinstance(x, Unsummed)]
             added = *whole, self._group.sum(parts[0].add_(parts[1]) if len(parts) > 1 else parts[0])
-        self._ops.centre(residual, *added)
+        self._base.centre(residual, *added)
 
 
 def summing(ops: Any, group: Group) -> Any:

@@ -102,6 +102,7 @@ class Rows:
         self.prompt_seen: Tensor | None = None
         self._occupant: list[Sequence | None] = [None] * max_rows
         self._version = [0] * max_rows
+        self._epoch = [0] * max_rows
         self._known_blocks = [0] * max_rows
         self._staging = backend.staging()
         self.mask_staging = backend.staging()
@@ -111,10 +112,14 @@ class Rows:
         """Bring the rows of a batch up to date with its sequences."""
         cells: list[tuple[int, int, int]] = []
         fresh: list[Sequence] = []
+        started: list[Sequence] = []
         occupants, versions, blocks = self._occupant, self._version, self._known_blocks
         for chunk in batch.chunks:
             seq, row = chunk.seq, chunk.seq.row
             if occupants[row] is not seq or versions[row] != seq.row_version:
+                if occupants[row] is not seq or self._epoch[row] != seq.epoch:
+                    self._epoch[row] = seq.epoch
+                    started.append(seq)
                 occupants[row], versions[row] = seq, seq.row_version
                 blocks[row] = 0
                 fresh.append(seq)
@@ -127,6 +132,10 @@ class Rows:
                 blocks[row] = len(seq.blocks)
         if fresh:
             self._load_parameters(fresh)
+        for seq in started:
+            # Not where only flags changed: a token that is still pending has been counted here, and nowhere else.
+            if self.flags[seq.row] & Flag.PENALTY:
+                self._count_tokens(seq)
         if cells:
             flat = np.array(cells, np.int64)
             rows, cols, values = self._staging.upload([np.ascontiguousarray(flat[:, i]) for i in range(3)])
@@ -158,9 +167,6 @@ class Rows:
         at, values, ks = self._staging.upload([rows, floats.reshape(-1), top_k])
         self.floats[at] = values.view(len(sequences), len(FLOATS))
         self.top_k[at] = ks
-        for seq in sequences:
-            if self.flags[seq.row] & Flag.PENALTY:
-                self._count_tokens(seq)
 
     def _count_tokens(self, seq: Sequence) -> None:
         if self.output_counts is None or self.prompt_seen is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
@@ -36,6 +37,7 @@ from penstock.engine.adapters.spec import (
     stored_tokens,
     virtual_tokens,
 )
+from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -90,8 +92,12 @@ def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut, dtype:
         return config.adapter_memory
     folders = [Path(spec.source).expanduser() for spec in config.adapters]
     found = [
-        _block_bytes(input_blocks(folder), cut) + prefix_bytes(stored_keys(folder), cut, dtype) for folder in folders
+        _block_bytes(input_blocks(folder), cut)
+        + prefix_bytes(stored_keys(folder), cut, dtype)
+        + (_visit_bytes(cut) if changes_experts(folder) and changes_outputs(folder) else 0)
+        for folder in folders
     ]
+    found += [prefix_bytes(keys, cut, dtype) for _, keys in config.adapters_elsewhere]
     return sum(sorted(found, reverse=True)[: slot_count(config)])
 
 
@@ -107,13 +113,20 @@ def _block_bytes(blocks: Mapping[str, int], cut: AdapterCut) -> int:
     return total
 
 
+def _visit_bytes(cut: AdapterCut) -> int:
+    """What scales and shifts of all experts and heads take, at most."""
+    layers, sites = range(*cut.layers), cut.whole.sites
+    return sum(8 * site.experts * site.outputs for site in sites for layer in layers if site.is_in(layer))
+
+
 def row_count(config: EngineConfig, backend: Backend) -> int | None:
     """Rows of embedding and head that slots have room for; None: any number, since nothing is reserved."""
     if backend.in_host_memory:
         return config.adapter_rows
     if config.adapter_rows is not None:
         return config.adapter_rows
-    return max((_FEW_ROWS, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
+    elsewhere = [virtual for virtual, _ in config.adapters_elsewhere]
+    return max((_FEW_ROWS, *elsewhere, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
 
 
 def token_count(config: EngineConfig, vocabulary: int) -> int:
@@ -122,6 +135,7 @@ def token_count(config: EngineConfig, vocabulary: int) -> int:
         return config.adapter_tokens
     folders = [Path(spec.source).expanduser() for spec in config.adapters]
     counts = [stored_tokens(folder) - vocabulary for folder in folders] + [virtual_tokens(one) for one in folders]
+    counts += [virtual for virtual, _ in config.adapters_elsewhere]
     return min(MOST_TOKENS, max((0, *counts)))
 
 
@@ -160,7 +174,8 @@ def adapt_model(
     activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
     pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
-    base, room = None, 0 if library is not None else token_count(config, decoder.config.vocab_size)
+    takes_tokens = library is None or layout.virtual_only
+    base, room = None, token_count(config, decoder.config.vocab_size) if takes_tokens else 0
     if library is None:
         with torch.inference_mode():
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
@@ -196,11 +211,12 @@ def adapt_model(
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
-    if layout.ends and any(site.end for site in layout.sites):
+    if (layout.ends or layout.virtual_only) and any(site.end for site in layout.sites):
+        width = next((site.outputs for site in layout.sites if site.end == "embedding"), decoder.config.hidden_size)
         kernel.rows = RowBank(
             slots,
             decoder.config.vocab_size,
-            decoder.config.hidden_size,
+            width,
             activations,
             decoder.embedding.device,
             most=None if backend.in_host_memory else most_rows,
@@ -212,6 +228,8 @@ def adapt_model(
     kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
     kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
     kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.adaption = AdaptionBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.visits = VisitBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         beside = beside_slots(config, backend, cut, activations)
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read, beside=beside)

@@ -19,7 +19,7 @@ from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.data_rules import permit
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
-from penstock.protocol.errors import ContextQuotaExceeded, DataRuleForbids, ModelNotFound, TimeLimitReached
+from penstock.protocol.errors import ContextQuotaExceeded, DataRuleForbids, TimeLimitReached
 from penstock.routing.encoders import Encoders
 from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.telemetry.encoder_metrics import EncoderMetrics
@@ -50,7 +50,7 @@ class EncoderWork:
         if name is None:
             first = self._encoders.first(access)
             if first is None:
-                raise ModelNotFound("", [])
+                raise self._encoders.unknown("", access)
             name = first.name
         embedder = self._encoders.find(name, access)
         note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")

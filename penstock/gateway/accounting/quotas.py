@@ -23,7 +23,7 @@ from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import FixedWork, Metered, ModelName, NamedModel
 from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.app.dialects import Dialect
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.identity import Caller
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance
 from penstock.limits import Amounts, Decision, Limit, LimitState, LimitStore
@@ -70,6 +70,13 @@ class TextWork:
     """Tokenizing for one request; `tokens`: how many it made."""
 
     tokens: int = 0
+
+
+@dataclass(slots=True)
+class FileWork:
+    """Reading of files for one request; `counted`: it counts as a request, because no counted one follows."""
+
+    counted: bool = False
 
 
 class Quotas:
@@ -171,6 +178,40 @@ class Quotas:
             raise
         except asyncio.CancelledError:
             used = Amounts(1, work.tokens, 0)
+            raise
+        finally:
+            await self._store.settle(id, limits, reserved, used)
+
+    @asynccontextmanager
+    async def file_work(
+        self, exchange: Exchange, model: NamedModel | None, *, only: bool = False
+    ) -> AsyncIterator[FileWork]:
+        """Reading of files that precedes a request to `model` (None: not known yet), or (`only`) one that is free.
+
+        A caller whose limits are used up is refused before it. How many tokens the files have is not known yet: the
+        least that they may have is reserved meanwhile, with a place among the running requests, and given back when
+        they are read; what follows counts all of them. Files that cannot be read, or that the client gives up, count
+        as a request.
+        """
+        work, name = FileWork(), "" if model is None else model.base_name
+        if only:
+            limits = self._text_limits(exchange, name, suffix=":text")
+        else:
+            limits = self.limits_of(exchange, FixedWork(ModelName(name), 1))
+        if not limits:
+            yield work
+            return
+        least = 0 if model is None else self.cost(exchange, model, Usage(1, 0, 1))
+        id, reserved, used = uuid.uuid4().hex, Amounts(1, 1, 1, least), Amounts(0, 0, 0)
+        decision = await self._store.reserve(id, limits, reserved)
+        if decision.refusal is not None:
+            exchange.extra_headers += _headers(decision, exchange.dialect)
+            raise _refused(decision, reserved)
+        try:
+            yield work
+            used = Amounts(int(work.counted), 0, 0)
+        except (InvalidRequest, ClientDisconnected, asyncio.CancelledError):
+            used = Amounts(1, 0, 0)
             raise
         finally:
             await self._store.settle(id, limits, reserved, used)

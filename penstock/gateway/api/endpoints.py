@@ -19,7 +19,7 @@ from penstock.gateway.api.openai.tokenize import TokenEndpoints, TokenizerQuery
 from penstock.gateway.api.openai.watermark import DetectRequest, WatermarkEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
-from penstock.gateway.api.webhook_endpoints import WEBHOOKS
+from penstock.gateway.api.webhook_endpoints import WEBHOOK_ADMIN, WEBHOOKS
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
@@ -230,6 +230,7 @@ ENDPOINTS = (
     ),
     *OLLAMA,
     *ADMIN,
+    *WEBHOOK_ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),
     Endpoint("GET", "/ping", HealthEndpoints.ping, "The same as /health.", "Health", scope=None, logged=False),

@@ -11,9 +11,72 @@ from penstock.gateway.webhooks.endpoints import (
     WebhookEndpointsQuery,
     WebhookTestRequest,
 )
+from penstock.gateway.webhooks.operator_endpoints import (
+    OperatorWebhookChange,
+    OperatorWebhookEndpoints,
+    OperatorWebhooksQuery,
+    OperatorWebhookTest,
+    ResendRequest,
+)
 
+_ADMIN = "/v1/admin/webhooks"
+_ADMIN_ONE = f"{_ADMIN}/{{webhook_endpoint}}"
 _ONE = "/v1/webhook_endpoints/{webhook_endpoint}"
 _TAG = "Webhooks"
+WEBHOOK_ADMIN = (
+    Endpoint(
+        "GET",
+        _ADMIN,
+        OperatorWebhookEndpoints.list_all_webhooks,
+        "The webhook endpoints of all tenants, and how deliveries to them go.",
+        "Admin",
+        query=OperatorWebhooksQuery,
+        scope="admin",
+    ),
+    Endpoint(
+        "GET",
+        _ADMIN_ONE,
+        OperatorWebhookEndpoints.show_webhook,
+        "A webhook endpoint, with what it was not told of yet.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "PATCH",
+        _ADMIN_ONE,
+        OperatorWebhookEndpoints.change_webhook,
+        "Disable or enable a webhook endpoint.",
+        "Admin",
+        OperatorWebhookChange,
+        scope="admin",
+    ),
+    Endpoint(
+        "DELETE",
+        _ADMIN_ONE,
+        OperatorWebhookEndpoints.delete_webhook,
+        "Delete a webhook endpoint.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        f"{_ADMIN_ONE}/test",
+        OperatorWebhookEndpoints.test_webhook,
+        "Send an example to a webhook endpoint.",
+        "Admin",
+        OperatorWebhookTest,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        f"{_ADMIN_ONE}/resend",
+        OperatorWebhookEndpoints.resend_webhook,
+        "Send what a webhook endpoint was not told of now.",
+        "Admin",
+        ResendRequest,
+        scope="admin",
+    ),
+)
 WEBHOOKS = (
     Endpoint(
         "POST",

@@ -218,12 +218,21 @@ class App:
         if methods:
             exchange.extra_headers.append((b"allow", methods.encode()))
             await self._guarded(exchange, _fail(MethodNotAllowed(f"{where} is not possible; use {methods}.")))
-        elif path.endswith("/") and self._router.methods_of(path.rstrip("/")):
-            await self._guarded(exchange, exchange.reply(307, b"", headers=[(b"location", _without_slash(exchange))]))
+        elif (plain := _plain(path)) != path and self._router.methods_of(plain):
+            await self._guarded(exchange, exchange.reply(307, b"", headers=[(b"location", _location(exchange, plain))]))
         else:
-            problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
-            await self._guarded(exchange, _fail(problem))
+            await self._guarded(exchange, _fail(NotFound(f"There is no {where} here. {self._elsewhere(exchange)}")))
         self._finish(exchange, logged=False)
+
+    def _elsewhere(self, exchange: Exchange) -> str:
+        """Where to look for what is not here."""
+        meant = self._router.meant(exchange.method, exchange.path)
+        if meant is None:
+            return "The endpoints are listed at /docs."
+        return (
+            f"Did you mean {meant}? Check the client's base URL: it ends with /v1 for clients of OpenAI, and without "
+            "it for those of Anthropic and Ollama."
+        )
 
 
 async def _bounded(exchange: Exchange, work: Awaitable[None]) -> None:
@@ -269,9 +278,13 @@ def _our_fault(exchange: Exchange) -> ServerError:
     return ServerError(f"The server failed on this request. Quote its id: {exchange.request_id}.")
 
 
-def _without_slash(exchange: Exchange) -> bytes:
-    """The path of a request without the slashes at its end. It names no host, since what a client sends as `Host` must
-    not decide where others are sent; for the same reason it begins with one slash."""
+def _plain(path: str) -> str:
+    """A path with one slash where there are several, and none at its end."""
+    return "/" + "/".join(part for part in path.split("/") if part)
+
+
+def _location(exchange: Exchange, path: str) -> bytes:
+    """Where a request belongs whose path had too many slashes. It names no host, since what a client sends as `Host`
+    must not decide where others are sent; for the same reason `path` begins with one slash."""
     query: bytes = exchange.scope["query_string"]
-    path = quote("/" + exchange.path.strip("/"), safe=":/@!$&'()*+,;=").encode()
-    return path + (b"?" + query if query else b"")
+    return quote(path, safe=":/@!$&'()*+,;=").encode() + (b"?" + query if query else b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import Raw, UnsetType
 
+from penstock.gateway.app.choices import choices
 from penstock.protocol.errors import InvalidRequest
 from penstock.protocol.json_limits import excess
 
@@ -18,6 +20,16 @@ Unsupported = Raw | UnsetType
 """The type of a field that exists in a public API and is not supported here."""
 
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+_NO_CHOICE = ("Invalid enum value", "Invalid value")
+_TRUNCATED = "Input data was truncated"
+_MISTAKES = {
+    (b"NaN", b"Infinity"): " JSON has no NaN and no Infinity; leave the field out, or send a number.",
+    (b"True", b"False", b"None", b"undefined"): " JSON writes true, false and null.",
+    (b"'",): " JSON has double quotes, not single ones.",
+    (b"\n", b"\r", b"\t"): " Inside of strings, line breaks and tabs are written as \\n and \\t.",
+}
+"""What stands where a parser gave up, and what helps."""
 _FIELD = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 
 
@@ -28,13 +40,30 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | Raw, at: str = "") ->
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), at) from None
+        raise _explain(str(error), at, decoder.type) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+        raise InvalidRequest(_not_json(str(error), bytes(body)), code="invalid_json") from None
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _not_json(problem: str, body: bytes) -> str:
+    """What is wrong with a body that is no JSON: `problem` in the words of the parser, and what mends it where that is
+    a common mistake."""
+    if not body.strip():
+        return "The request body is empty; send a JSON object."
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:2]:
+        return "The request body is not valid JSON: it looks like UTF-16; send it as UTF-8."
+    if problem == _TRUNCATED:
+        return f"The request body is not valid JSON: it ends too early, after {len(body)} bytes."
+    at = _BYTE.search(problem)
+    wrong = body[int(at[1]) : int(at[1]) + 9] if at is not None else b""
+    advice = next((advice for found, advice in _MISTAKES.items() if wrong.startswith(found)), "")
+    if "surrogate" in problem:
+        advice = " Half of a character is missing: was a string cut inside of it?"
+    return f"The request body is not valid JSON: {problem}.{advice}"
 
 
 def decode_query(kind: type[T], scope: MutableMapping[str, Any]) -> T:
@@ -51,13 +80,16 @@ def convert_query(kind: type[T], found: Mapping[str, str]) -> T:
     try:
         return msgspec.convert(found, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), "") from None
+        raise _explain(str(error), "", kind) from None
 
 
-def _explain(message: str, inside: str) -> InvalidRequest:
+def _explain(message: str, inside: str, kind: Any) -> InvalidRequest:
+    """`kind`: the type that a body, or the part of it at `inside`, should have had."""
     path = inside
     if at := _AT.search(message):
         path, message = _joined(inside, at["path"]), message[: at.start()]
+        if message.startswith(_NO_CHOICE) and (allowed := choices(kind, at["path"])):
+            message = f"{message}; use one of {', '.join(f'`{value}`' for value in allowed)}"
     if field := _FIELD.match(message):
         param = _limited(f"{path}.{field['name']}" if path else field["name"])
         if field["what"] == "missing required":

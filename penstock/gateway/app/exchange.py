@@ -7,6 +7,7 @@ or raises; `penstock.gateway.app.asgi` renders what was raised.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import re
 import time
@@ -83,6 +84,7 @@ class Exchange:
         "ignored_more",
         "limit_scopes",
         "method",
+        "padding",
         "path",
         "receive_s",
         "record",
@@ -126,6 +128,8 @@ class Exchange:
         self.body_size = 0
         self.documents = False
         """Whether the model reads documents that came with the request."""
+        self.padding: Callable[[bytes], bytes] | None = None
+        """What makes the events of a stream longer, where the client asked for that."""
         self.caller: Caller = OPEN_CALLER
         self.demand: Demand = NO_DEMAND
         """The labels that whatever gets data of this request must have; only ever narrowed."""
@@ -198,9 +202,10 @@ class Exchange:
         return self.status is not None
 
     async def body(self, limit: int) -> bytes:
-        """The whole body. It must arrive within `receive_s`, so that slow clients cannot hold resources for longer."""
+        """The whole body, without the mark that some systems put in front of UTF-8. It must arrive within `receive_s`,
+        so that slow clients cannot hold resources for longer."""
         try:
-            return await _within(self.receive_s, self._read_body(limit))
+            return (await _within(self.receive_s, self._read_body(limit))).removeprefix(codecs.BOM_UTF8)
         except TimeoutError:
             raise RequestTimeout(f"The request body did not arrive within {self.receive_s:g} s.") from None
 
@@ -335,9 +340,11 @@ class Exchange:
         )
 
     async def write(self, data: bytes) -> None:
+        data = data if self.padding is None else self.padding(data)
         await self._guarded({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
+        data = data if self.padding is None else self.padding(data)
         await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock.gateway.app.endpoint import BoundEndpoint
 
+_MOST_PARTS = 8
 _PARAMETER = re.compile(r"{(\w+)(:path)?}")
 
 
@@ -51,3 +52,13 @@ class Router:
         found = [method for method, known in self.fixed if known == path]
         found += [method for method, regex, _ in self._patterns if regex.fullmatch(path)]
         return sorted(set(found))
+
+    def meant(self, method: str, path: str) -> str | None:
+        """The fixed path that a client with a wrong base URL meant: the end of `path`, at the top or under `/v1`."""
+        parts = path.strip("/").split("/")[-_MOST_PARTS:]
+        for start in range(len(parts)):
+            rest = "/" + "/".join(parts[start:])
+            for candidate in (rest, f"/v1{rest}"):
+                if (method, candidate) in self.fixed:
+                    return candidate
+        return None

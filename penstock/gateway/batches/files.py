@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.gateway.batches.uploads import UploadStore
-from penstock.storage import Database, Row, Statement
+from penstock.storage import Database, Row, Statement, Where
 
 PART = 512 * 1024
 """Characters of a part; a longer line makes a longer part."""
@@ -186,11 +186,8 @@ class FileStore:
         """`user`: only if the file is this user's."""
         if "\0" in id:  # to PostgreSQL this is an error
             return None
-        where, values = "id = ? AND tenant = ? AND complete = 1 AND expires_at > ?", [id, tenant, self._clock()]
-        if user is not None:
-            where += " AND user_id = ?"
-            values.append(user)
-        rows = await self._database.fetch(f"SELECT {_COLUMNS} FROM files WHERE {where}", *values)
+        where = self._present(tenant, ("id = ?", id), ("user_id = ?", user))
+        rows = await self._database.fetch(f"SELECT {_COLUMNS} FROM files WHERE {where}", *where.values)
         return _file(rows[0]) if rows else None
 
     async def page(
@@ -203,22 +200,21 @@ class FileStore:
         newest: bool,
         limit: int,
     ) -> list[File]:
-        where, values = "tenant = ? AND complete = 1 AND expires_at > ?", list[Any]((tenant, self._clock()))
-        if user is not None:
-            where += " AND user_id = ?"
-            values.append(user)
-        if purpose is not None:
-            where += " AND purpose = ?"
-            values.append(purpose)
-        sign, order = ("<", "DESC") if newest else (">", "ASC")
+        where = self._present(tenant, ("user_id = ?", user), ("purpose = ?", purpose))
+        order: Literal["ASC", "DESC"] = "DESC" if newest else "ASC"
         if after is not None:
-            where += f" AND (created_at {sign} ? OR (created_at = ? AND id {sign} ?))"
-            values += [after.created_at, after.created_at, after.id]
+            where.beyond(after.created_at, after.id, order)
         rows = await self._database.fetch(
             f"SELECT {_COLUMNS} FROM files WHERE {where} ORDER BY created_at {order}, id {order} LIMIT {int(limit)}",
-            *values,
+            *where.values,
         )
         return [_file(row) for row in rows]
+
+    def _present(self, tenant: str, *which: tuple[str, Any]) -> Where:
+        """Those of a tenant's files that are whole and have not expired."""
+        where = Where(("tenant = ?", tenant), ("expires_at > ?", self._clock()), *which)
+        where.add("complete = 1")
+        return where
 
     async def used(self, tenant: str) -> int:
         """The size of a tenant's files in bytes, with what is promised to uploads."""

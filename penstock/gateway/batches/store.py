@@ -16,7 +16,7 @@ import msgspec
 from penstock.gateway.batches.lines import Problem
 from penstock.gateway.batches.usage import FIELDS as USAGE
 from penstock.gateway.batches.usage import NONE, Usage
-from penstock.storage import Database, Row, Statement
+from penstock.storage import Database, Row, Statement, Where
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ACTIVE: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
@@ -197,24 +197,13 @@ class BatchStore:
         limit: int,
     ) -> list[Batch]:
         """Newest first: the first `limit` of those `after` a batch, or the last `limit` of those `before` one."""
-        where, values = "tenant = ?", list[Any]((tenant,))
-        order = "DESC"
-        if endpoint is not None:
-            where += " AND endpoint = ?"
-            values.append(endpoint)
-        if user is not None:
-            where += " AND user_id = ?"
-            values.append(user)
-        if after is not None:
-            where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
-            values += [after.created_at, after.created_at, after.id]
-        elif before is not None:
-            where += " AND (created_at > ? OR (created_at = ? AND id > ?))"
-            values += [before.created_at, before.created_at, before.id]
-            order = "ASC"
+        where = Where(("tenant = ?", tenant), ("endpoint = ?", endpoint), ("user_id = ?", user))
+        order: Literal["ASC", "DESC"] = "DESC" if after is not None or before is None else "ASC"
+        if (next_to := after or before) is not None:
+            where.beyond(next_to.created_at, next_to.id, order)
         rows = await self._database.fetch(
             f"SELECT {_LISTED} FROM batches WHERE {where} ORDER BY created_at {order}, id {order} LIMIT {int(limit)}",
-            *values,
+            *where.values,
         )
         if order == "ASC":
             rows.reverse()

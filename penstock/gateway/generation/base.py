@@ -17,7 +17,6 @@ from penstock.gateway.generation.choice import TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import CacheFacts
 from penstock.metering.prices import Usage
-from penstock.protocol.errors import NotFound
 from penstock.routing.registry import AnsweringModel
 from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics, RequestMetrics
@@ -165,40 +164,40 @@ class Generation(ABC):
     def most_completion_tokens(self) -> int: ...
 
     @property
+    @abstractmethod
     def reasoning_tokens(self) -> int:
         """Completion tokens that are thoughts, as far as that is known."""
-        return 0
 
     @property
+    @abstractmethod
     def from_cache(self) -> bool:
         """Whether the answer comes from the response cache."""
-        return False
 
+    @abstractmethod
     async def claim(self) -> None:
         """Take over the stream that the client resumes; `NotFound` if there is none."""
-        raise NotFound("This stream cannot be resumed; send the request without `Last-Event-ID`.")
 
-    def cache_facts(self) -> CacheFacts | None:
-        """What the response cache compares; None: its answer is never cached."""
-        return None
+    @abstractmethod
+    def cache_facts(self) -> CacheFacts:
+        """What the response cache compares."""
 
+    @abstractmethod
     def record(self) -> None:
         """Record what is generated, for `recorded`."""
-        return
 
     @property
+    @abstractmethod
     def recorded(self) -> bytes | None:
         """The whole answer, if it was recorded and every choice ended by itself."""
-        return None
 
+    @abstractmethod
     def replay(self, recorded: bytes) -> None:
         """Answer with a recording instead of generating; `MsgspecError` if it is none."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def left(self) -> bool:
         """Whether the client is gone but may come back for the rest, which belongs to the same charge."""
-        return False
 
     def demand(self) -> EngineDemand | None:
         """What it asks of an engine's admission queue; None when it takes no engine of ours."""

@@ -75,9 +75,9 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
         raise InvalidRequest("Only the assistant makes `tool_calls`.", param=f"{at}.tool_calls")
     if message.tool_call_id is not None and message.role != "tool":
         raise InvalidRequest("`tool_call_id` goes with the role `tool`.", param=f"{at}.tool_call_id")
-    for name in MESSAGE_UNSUPPORTED:
+    for name, why in MESSAGE_UNSUPPORTED.items():
         if given(getattr(message, name)):
-            raise not_supported(f"{at}.{name}")
+            raise not_supported(f"{at}.{name}", why)
     # The annotations of an assistant message are its citations, which the model need not see again.
     if given(message.annotations) and message.role != "assistant":
         raise not_supported(f"{at}.annotations")
@@ -133,13 +133,18 @@ def strip_parts(request: ChatRequest | TokenizeRequest, unknown: UnknownFields) 
                         unknown.add(f"messages.content.{name}", part.pop(name))
 
 
+OF_RESPONSES = frozenset(("input_text", "output_text"))
+"""What `/v1/responses` calls parts with text."""
+
+
 def _part(part: dict[str, Any], at: str) -> str:
     kind = part.get("type")
     if kind not in TEXT_PARTS:
         if not isinstance(kind, str):
             raise InvalidRequest(f"`{at}.type` must be a string.", param=f"{at}.type")
+        instead = "send a part of type `text`" if kind in OF_RESPONSES else "send text"
         raise InvalidRequest(
-            f"Content parts of type `{kind[:64]}` are not supported yet; send text.",
+            f"Content parts of type `{kind[:64]}` are not supported yet; {instead}.",
             param=f"{at}.type",
             code="unsupported_parameter",
         )

@@ -1,8 +1,9 @@
-"""Files that a request hands to the model: of /v1/files by their id, or in the request itself. Their text, under their
-name, becomes part of the message, and is counted like everything else that the message says.
+"""Files that a request hands to the model: of /v1/files by their id, in the request itself, or by their URL. Their
+text, under their name, becomes part of the message, and is counted like everything else that the message says.
 
-Invariant: a request reads at most as many bytes of files as a body may have, from at most `MOST_FILES` files, and only
-those of its own tenant (and of its user, with a user's key). What is neither text nor a PDF is refused.
+Invariants: a request reads at most as many bytes of files as a body may have, from at most `MOST_FILES` files, and only
+those of its own tenant (and of its user, with a user's key). What is neither text nor a PDF is refused. Nothing is read
+for a caller whose limits are used up, or for a model that does not exist for it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import AsyncIterator, Sequence
+import functools
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.gateway.app.uploads import AT_ONCE, UploadSlots
+from penstock.gateway.generation.file_texts import FileTexts, Key, Owner
+from penstock.gateway.generation.file_urls import FileUrls, NotFetched
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.knowledge.entities import UnreadableDocument
@@ -29,6 +35,7 @@ from penstock.knowledge.readers.process import ReaderProcess
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
 from penstock.storage import DatabaseError
 
+T = TypeVar("T")
 MOST_FILES = 100
 """Of one request."""
 READABLE = "text in UTF-8 (plain, Markdown, CSV, JSON, HTML, code) and PDF"
@@ -61,6 +68,7 @@ class FileContent(Struct, forbid_unknown_fields=True, kw_only=True):
     file_id: str | None = None
     file_data: str | None = None
     """In base64, alone or as a data URL."""
+    file_url: str | None = None
     filename: str | None = None
 
 
@@ -75,6 +83,12 @@ class UnreadableFile(InvalidRequest):
     """A file that no model here can read."""
 
     code = "unsupported_file"
+
+
+class UnfetchedFile(UnreadableFile):
+    """A file that cannot be fetched from its URL."""
+
+    code = "file_not_fetched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +109,23 @@ _part = RequestDecoder(FilePart)
 class InputFiles:
     """Reads the files of requests."""
 
-    def __init__(self, files: Files | None, limit: int) -> None:
+    def __init__(
+        self,
+        files: Files | None,
+        limit: int,
+        *,
+        permissions: Permissions,
+        quotas: Quotas,
+        texts: FileTexts,
+        urls: FileUrls,
+    ) -> None:
         """`files`: None where the gateway keeps none. `limit`: bytes that one request may read."""
         self._files = files
         self._limit = limit
+        self._permissions = permissions
+        self._quotas = quotas
+        self._texts = texts
+        self._urls = urls
         self._slots = UploadSlots()
         """Apart from those of uploads: a document that takes long to read holds up none of them."""
         self._readers = tuple(ReaderProcess() for _ in range(AT_ONCE))
@@ -110,22 +137,31 @@ class InputFiles:
             await reader.close()
 
     @asynccontextmanager
-    async def reading(self, exchange: Exchange) -> AsyncIterator[FileReading]:
-        """For the files of one request. Take it only where there are some: it may have to wait."""
+    async def reading(self, exchange: Exchange, model: str | None, *, free: bool = False) -> AsyncIterator[FileReading]:
+        """For the files of one request to `model`. Take it only where there are some: it may have to wait. `free`: the
+        request only counts tokens, or stores what it says; it counts against limits of its own. Without a `model`
+        nothing follows that would be counted."""
         exchange.documents = True
-        async with self._slots.slot(exchange.caller.tenant):
+        counted_as = None if model is None else self._permissions.counted_as(exchange, model)
+        async with (
+            self._quotas.file_work(exchange, counted_as, only=free) as work,
+            self._slots.slot(exchange.caller.tenant),
+        ):
+            work.counted = model is None
             reader = self._free.pop()
             try:
-                yield FileReading(exchange, self._files, reader, self._limit)
+                yield FileReading(exchange, self._files, reader, self._limit, self._texts, self._urls)
             finally:
                 self._free.append(reader)  # the next to be taken: it may have a process already
 
-    async def chat(self, exchange: Exchange, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Messages of a chat, with the text of files in their place."""
+    async def chat(
+        self, exchange: Exchange, messages: Sequence[ChatMessage], model: str, *, free: bool = False
+    ) -> list[ChatMessage]:
+        """Messages of a chat, with the text of files in their place; `free`: see `reading`."""
         if not any(_is_file(part) for message in messages for part in _parts(message)):
             return list(messages)
         read: list[ChatMessage] = []
-        async with self.reading(exchange) as files:
+        async with self.reading(exchange, model, free=free) as files:
             for index, message in enumerate(messages):
                 parts = list(_parts(message))
                 for place, part in enumerate(parts):
@@ -135,7 +171,11 @@ class InputFiles:
                             raise InvalidRequest("Files go into messages of the user.", param=f"{at}.type")
                         content = _part(exchange, msgspec.json.encode(part), at).file
                         found = await files.one(
-                            f"{at}.file", id=content.file_id, data=content.file_data, name=content.filename
+                            f"{at}.file",
+                            id=content.file_id,
+                            data=content.file_data,
+                            url=content.file_url,
+                            name=content.filename,
                         )
                         parts[place] = {"type": "text", "text": found.part()}
                 read.append(msgspec.structs.replace(message, content=parts) if parts else message)
@@ -145,7 +185,17 @@ class InputFiles:
 class FileReading:
     """The files of one request."""
 
-    def __init__(self, exchange: Exchange, files: Files | None, reader: ReaderProcess, limit: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        files: Files | None,
+        reader: ReaderProcess,
+        limit: int,
+        texts: FileTexts,
+        urls: FileUrls,
+    ) -> None:
+        self._texts = texts
+        self._urls = urls
         self._exchange = exchange
         self._files = files
         self._reader = reader
@@ -162,19 +212,14 @@ class FileReading:
         name: str | None = None,
     ) -> FileText:
         """The file that exactly one of `id`, `data` and `url` says."""
-        if url is not None:
-            raise InvalidRequest(
-                "Files are not fetched from URLs here: send the file to /v1/files and name it by `file_id`, or send "
-                "its content in base64.",
-                param=f"{at}.file_url",
-                code="unsupported_parameter",
-            )
-        if (id is None) == (data is None):
-            raise InvalidRequest(f"`{at}` needs either `file_id` or `file_data`.", param=at)
+        if sum(source is not None for source in (id, data, url)) != 1:
+            raise InvalidRequest(f"`{at}` needs either `file_id`, `file_data` or `file_url`.", param=at)
         if id is not None:
             return await self.stored(id, f"{at}.file_id", name)
-        assert data is not None
-        return await self.sent(data, f"{at}.file_data", name)
+        if data is not None:
+            return await self.sent(data, f"{at}.file_data", name)
+        assert url is not None
+        return await self.fetched(url, f"{at}.file_url", name)
 
     async def stored(self, id: str, at: str, name: str | None = None) -> FileText:
         """A file of the caller; 404 where it has no such file. `name`: another than it has."""
@@ -207,6 +252,25 @@ class FileReading:
         except (binascii.Error, ValueError):
             raise InvalidRequest(f"`{at}` is not base64.", param=at) from None
         return await self._read(body, name or ("file.pdf" if media_type == PDF else "file"), at)
+
+    async def fetched(self, url: str, at: str, name: str | None = None) -> FileText:
+        """A file at a URL."""
+        if not self._urls.enabled:
+            raise UnfetchedFile(
+                "Files are not fetched from URLs here (`input_files.url_hosts`): send the file to /v1/files and name "
+                "it by its id, or send its content in base64.",
+                param=at,
+                code="unsupported_parameter",
+            )
+        self._add(0, at)
+        left = self._limit - self._size
+        try:
+            found = await self._unless_left(self._urls.fetch(url, left), "a file of a URL")
+        except NotFetched as error:
+            raise UnfetchedFile(f"The file cannot be fetched. {error}", param=at) from None
+        self._grow(len(found.body), at)
+        self._exchange.body_size += len(found.body)  # as if the client had sent it
+        return await self._read(found.body, name or found.name or "file", at)
 
     def _add(self, size: int, at: str) -> None:
         self._count += 1
@@ -245,20 +309,26 @@ class FileReading:
 
     async def _pdf(self, body: bytes) -> str:
         """Its text. It is not read on for a client that has left."""
-        reading = asyncio.create_task(self._reader.text(body, PDF), name="a file of a request")
-        left = False
+        caller = self._exchange.caller
+        key = await _somewhere(len(body), Key.of, Owner(caller.tenant, caller.only_user), body)
+        read = functools.partial(self._reader.text, body, PDF)
+        return await self._unless_left(self._texts.text(key, read), "a file of a request")
+
+    async def _unless_left(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """What comes of `work`, which is stopped when the client leaves."""
+        task, left = asyncio.create_task(work, name=name), False
 
         def leave(error: Exception) -> None:
             nonlocal left
             left = True
-            reading.cancel()
+            task.cancel()
 
         with self._exchange.watched(leave):
             try:
-                return await reading
+                return await task
             except asyncio.CancelledError:
-                reading.cancel()
-                await asyncio.wait((reading,))  # its process is stopped before somebody else gets it
+                task.cancel()
+                await asyncio.wait((task,))  # a reader's process is stopped before somebody else gets it
                 if left:
                     raise ClientDisconnected from None
                 raise

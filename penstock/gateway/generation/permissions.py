@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.gateway.accounting.attribution import note_model
+from penstock.gateway.accounting.metered import ModelName
 from penstock.gateway.app.data_rules import permit, withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
@@ -51,6 +52,16 @@ class Permissions:
         """Raises `ModelNotFound` unless what is called `name` exists for the caller. Who answers is not decided yet."""
         if not self.exists(exchange.caller, name):
             raise self.unknown(exchange.caller, name)
+
+    def counted_as(self, exchange: Exchange, name: str) -> ModelName | None:
+        """The model whose limits a request to `name` counts against; None: that depends on which of several answers.
+        Raises `ModelNotFound` where nothing of this name exists for the caller."""
+        self.check_exists(exchange, name)
+        found = None if name in self._routes else self._registry.find(name)
+        if found is None:
+            return None
+        model = found if isinstance(found, RemoteModel) else found.model
+        return ModelName(model.base_name, model.adapter)
 
     def unmet(self, exchange: Exchange, name: str) -> list[Requirement]:
         """What the request demands and what is called `name` meets nowhere; empty: it may get the request."""

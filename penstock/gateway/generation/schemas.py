@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct
 
 from penstock.gateway.app.decoding import Unsupported
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.obfuscation import obfuscated
 from penstock.gateway.generation.tool_schemas import (
     FunctionCall,
     FunctionDefinition,
@@ -46,6 +48,11 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk."""
     include_obfuscation: bool | None = None
+    """Random characters in every event, so that its size does not tell the length of its text."""
+
+    def apply(self, exchange: Exchange) -> None:
+        if self.include_obfuscation:
+            exchange.padding = obfuscated
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -316,12 +323,15 @@ class ChatRequest(TokenDetails, kw_only=True):
     moderation: Unsupported = UNSET
 
 
-CHAT_UNSUPPORTED = (
-    "audio",
-    "web_search_options",
-    "moderation",
-)
-MESSAGE_UNSUPPORTED = ("audio",)
+_TEXT_ONLY = "models here read and write text; leave it out"
+CHAT_UNSUPPORTED = {
+    "audio": _TEXT_ONLY,
+    "web_search_options": "nothing here searches the web; search in the client, or connect a tool that does "
+    "(`server_tools`)",
+    "moderation": "the operator decides what is moderated (`guardrails` in the configuration); leave it out",
+}
+"""What would change the answer, with what to do instead."""
+MESSAGE_UNSUPPORTED = {"audio": _TEXT_ONLY}
 
 
 class CompletionRequest(TokenDetails, kw_only=True):

@@ -21,7 +21,20 @@ from typing import Any, cast
 import httptools
 
 from penstock.gateway.http.connections import Connections
-from penstock.gateway.http.head import BAD_REQUEST, MOST_HEADERS, TOO_LARGE, framing, refusal
+from penstock.gateway.http.head import framing, refusal
+from penstock.gateway.http.refusal import (
+    FAILED,
+    FRAMING,
+    MOST_HEADERS,
+    SMALL_CHUNKS,
+    TLS,
+    TOO_LARGE,
+    TOO_MANY,
+    TOO_SLOW,
+    VERSION,
+    Refusal,
+    malformed,
+)
 from penstock.gateway.http.request import Request, Scope
 
 log = logging.getLogger("penstock.http")
@@ -44,6 +57,7 @@ LOOK_S = (0.02, 0.2)
 """When to see whether a client that sends no more is gone altogether; after that, the sweeper looks."""
 _TCP_CLOSE = 7
 """The state of a socket after a reset, in the first byte of Linux's TCP_INFO."""
+_TLS_HANDSHAKE = b"\x16\x03"
 
 
 class Connection(asyncio.Protocol):
@@ -62,6 +76,8 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._head_size = 0
         self._in_head = True
+        self._head_only = False
+        """Whether the request that was read last is a HEAD."""
         self._trailers = 0
         self._since_body = 0
         """Bytes read after the last part of the body: the size of a chunk or the trailers."""
@@ -69,7 +85,7 @@ class Connection(asyncio.Protocol):
         self._discarded = 0
         self._body_size = 0
         self._repeated_head = False
-        self._refusal = b""
+        self._refusal: Refusal | None = None
         self._reading = True
         self._last = False
         """Whether no further request on this connection is read."""
@@ -94,7 +110,7 @@ class Connection(asyncio.Protocol):
         self._address = str(client[0]) if isinstance(client, tuple) else ""
         if not shared.admit(self, self._address):
             self._last = True
-            transport.write(_short(b"503 Service Unavailable\r\nretry-after: 1"))
+            transport.write(TOO_MANY.reply())
             transport.close()
             return
         transport.set_write_buffer_limits(high=UNSENT)
@@ -188,7 +204,7 @@ class Connection(asyncio.Protocol):
             elif self._since_body > limit:
                 self._refusal = TOO_LARGE
             elif self._fed > limit + 2 * self._body_size:
-                self._refusal = BAD_REQUEST  # more framing than body
+                self._refusal = SMALL_CHUNKS
         if self._refusal:
             self._refuse(self._refusal)
 
@@ -201,9 +217,9 @@ class Connection(asyncio.Protocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError:
             log.exception("a request could not be read")
-            self._refusal = self._refusal or BAD_REQUEST
-        except httptools.HttpParserError:
-            self._refusal = self._refusal or BAD_REQUEST
+            self._refusal = self._refusal or malformed()
+        except httptools.HttpParserError as error:
+            self._refusal = self._refusal or _unreadable(str(error), data, self._in_head)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """The parser ends a message that asks for an upgrade after its head. Another one reads on as if the head had
@@ -217,7 +233,7 @@ class Connection(asyncio.Protocol):
             try:
                 parser.feed_data(b"POST / HTTP/1.1\r\n" + framed + b"\r\n")
             except httptools.HttpParserError:  # the first parser did not look at a framing that it would not use
-                self._refusal = BAD_REQUEST
+                self._refusal = FRAMING
                 return
             finally:
                 self._repeated_head = self._in_head = False
@@ -232,6 +248,7 @@ class Connection(asyncio.Protocol):
         loop = self._shared.loop
         self._coming = Request(self, loop)
         self._in_head = True
+        self._head_only = False
         if self._answering is None and not self._last:
             self.due = loop.time() + self._shared.receive_s
 
@@ -256,6 +273,7 @@ class Connection(asyncio.Protocol):
         self._in_head = False
         self._head_size = self._trailers = self._since_body = self._fed = self._body_size = 0
         request.method, request.version = parser.get_method().decode("latin-1"), parser.get_http_version()
+        self._head_only = request.method == "HEAD"
         self._refusal = self._refusal or refusal(request, self._shared.head_limit)
         if self._refusal or self._last:
             return
@@ -321,7 +339,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._answering = None
-            self._refuse(b"500 Internal Server Error")
+            self._refuse(FAILED)
 
     def write(self, data: bytes) -> None:
         if not self._unsent and len(data) <= PIECE:
@@ -387,7 +405,7 @@ class Connection(asyncio.Protocol):
         """The deadline for the client's next step has passed."""
         self.due = None
         if self._coming is not None and not self._last:
-            self._refuse(b"408 Request Timeout")
+            self._refuse(TOO_SLOW)
         elif not self._overdue and self._transport.get_write_buffer_size():
             # The end of the last reply has not been read: that has a deadline of its own.
             self._overdue = self._last = True
@@ -436,7 +454,7 @@ class Connection(asyncio.Protocol):
             self._reading = True
             self._transport.resume_reading()
 
-    def _refuse(self, status: bytes) -> None:
+    def _refuse(self, refusal: Refusal) -> None:
         """Reply to something that is not a valid request, and close."""
         self._last = True
         answering = self._answering
@@ -447,9 +465,14 @@ class Connection(asyncio.Protocol):
             if answering.started:
                 self._transport.abort()
                 return
-        self._transport.write(_short(status))
+        self._transport.write(refusal.reply(head_only=self._head_only))
         self._linger()
 
 
-def _short(status: bytes) -> bytes:
-    return b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+def _unreadable(problem: str, data: bytes, in_head: bool) -> Refusal:
+    """What to say to bytes that the parser refused; `problem`: in its words."""
+    if in_head and data.startswith(_TLS_HANDSHAKE):
+        return TLS
+    if "PRI/Upgrade" in problem:  # the preface of HTTP/2
+        return VERSION
+    return FRAMING if "Content-Length" in problem else malformed(problem)

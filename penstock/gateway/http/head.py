@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING
 
 import httptools
 
+from penstock.gateway.http.refusal import (
+    CODING,
+    CONNECT,
+    EXPECTATION,
+    FRAMING,
+    MOST_HEADERS,
+    NO_HOST,
+    TARGET,
+    TOO_LARGE,
+    VERSION,
+    Refusal,
+)
+
 if TYPE_CHECKING:
     from penstock.gateway.http.request import Request
 
-MOST_HEADERS = 256
-"""Header fields of a request, and fields after a chunked body."""
-BAD_REQUEST = b"400 Bad Request"
-TOO_LARGE = b"431 Request Header Fields Too Large"
 _HOST = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~!$&'()*+,;=:[]%"
 
 
-def refusal(request: Request, limit: int) -> bytes:
-    """The status line that refuses a head, or nothing when it is in order. `limit`: its most bytes. Notes in the
+def refusal(request: Request, limit: int) -> Refusal | None:
+    """What refuses a head; None when it is in order. `limit`: its most bytes. Notes in the
     request what follows from the head."""
     headers = request.headers
     if len(headers) > MOST_HEADERS:
@@ -31,52 +40,52 @@ def refusal(request: Request, limit: int) -> bytes:
         return TOO_LARGE
     version = request.version
     if version not in ("1.1", "1.0"):
-        return b"505 HTTP Version Not Supported"
+        return VERSION
     given = dict(headers)
     host = given.get(b"host")
     if host is None:
         if version == "1.1":
-            return BAD_REQUEST
+            return NO_HOST
     elif host.translate(None, _HOST) or (len(given) < len(headers) and _repeated(request, b"host")):
-        return BAD_REQUEST
+        return NO_HOST
     coding = given.get(b"transfer-encoding")
     if coding is not None:
         if version == "1.0":
-            return BAD_REQUEST  # a proxy that speaks HTTP/1.0 does not know where this body ends
+            return FRAMING  # a proxy that speaks HTTP/1.0 does not know where this body ends
         if coding.lower() != b"chunked":
-            return b"501 Not Implemented"
+            return CODING
     expected = given.get(b"expect")
     if expected is not None and version == "1.1":
         if expected.lower() != b"100-continue":
-            return b"417 Expectation Failed"
+            return EXPECTATION
         request.expects = True
     request.upgrades = b"upgrade" in given
     if request.method == "CONNECT":
-        return b"501 Not Implemented"  # whatever its target: parsers differ on whether it has a body
-    return b"" if request.target.startswith(b"/") else _other_form(request)
+        return CONNECT  # whatever its target: parsers differ on whether it has a body
+    return None if request.target.startswith(b"/") else _other_form(request)
 
 
 def _repeated(request: Request, name: bytes) -> bool:
     return sum(given == name for given, _ in request.headers) > 1
 
 
-def _other_form(request: Request) -> bytes:
+def _other_form(request: Request) -> Refusal | None:
     """A target that is no path: `*` of OPTIONS, or a whole URL, as clients send it to proxies."""
     target = request.target
     if target == b"*" and request.method == "OPTIONS":
-        return b""
+        return None
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:
-        return BAD_REQUEST
+        return TARGET
     if url.schema is None or url.schema.lower() not in (b"http", b"https") or not url.host or url.userinfo:
-        return BAD_REQUEST
+        return TARGET
     path = url.path or b"/"
     request.target = path if url.query is None else path + b"?" + url.query
     # The host of a URL counts, not the header (RFC 9112, 3.2.2).
     host = (b"[" + url.host + b"]" if b":" in url.host else url.host) + (b":%d" % url.port if url.port else b"")
     request.headers = [(b"host", host), *(header for header in request.headers if header[0] != b"host")]
-    return b""
+    return None
 
 
 def framing(request: Request) -> bytes:

@@ -1,4 +1,4 @@
-"""Builds the gateway: the only module that knows all features.
+"""Starts the parts of a gateway, which `endpoints` then makes its endpoints of.
 
 `compose` is one list. Read forwards it is the order of the start, read backwards the order of the stop: everything that
 is started registers its `close`, also when a later part fails to start.
@@ -6,9 +6,8 @@ is started registers its `close`, also when a later part fails to start.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,50 +15,20 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
-from penstock.gateway.api.admin.adapters import AdapterEndpoints
-from penstock.gateway.api.admin.experiments import ExperimentEndpoints
-from penstock.gateway.api.admin.fleet import FleetEndpoints
-from penstock.gateway.api.admin.kv import KVEndpoints
-from penstock.gateway.api.admin.models import ModelAdminEndpoints
-from penstock.gateway.api.admin.plan import PlanEndpoints
-from penstock.gateway.api.admin.replicas import ReplicaEndpoints
-from penstock.gateway.api.admin.routes import RouteEndpoints
-from penstock.gateway.api.admin.sleep import SleepEndpoints
 from penstock.gateway.api.admin.supervisor import NoSupervisor, Supervisor
-from penstock.gateway.api.admin.traces import TraceEndpoints
-from penstock.gateway.api.admin.what_if import WhatIfEndpoints
-from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
-from penstock.gateway.api.ollama.catalogue import Catalogue
-from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
-from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
-from penstock.gateway.api.openai.chat import ChatEndpoints
-from penstock.gateway.api.openai.completions import CompletionEndpoints
-from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
-from penstock.gateway.api.openai.models import ModelEndpoints
-from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.background import BackgroundResponses
-from penstock.gateway.api.openai.responses.compaction import CompactionEndpoints
-from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.file_search_loop import SearchParts
-from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
-from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
-from penstock.gateway.api.openai.score import ScoreEndpoints
-from penstock.gateway.api.openai.tokenize import TokenEndpoints
-from penstock.gateway.api.openai.watermark import WatermarkEndpoints
-from penstock.gateway.api.operations.health import Check, HealthEndpoints
-from penstock.gateway.api.operations.metrics import MetricsEndpoints
-from penstock.gateway.app.authentication import OpenAuthentication
+from penstock.gateway.api.operations.health import Check
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.tracing import RequestTracing
-from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.runner import BatchRunner
-from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
 from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.experiments import Experiments
+from penstock.gateway.generation.file_texts import FileTexts
+from penstock.gateway.generation.file_urls import FileUrls
 from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
@@ -70,44 +39,32 @@ from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.watermarks import Watermarks
-from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
-from penstock.gateway.process import optional_endpoints as optional
 from penstock.gateway.process.encoder_follower import EncoderFollower
 from penstock.gateway.process.engine_views import engine_views, without_replica
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.load_reporter import LoadReporter
 from penstock.gateway.process.model_follower import ModelFollower, curve_of
-from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
+from penstock.gateway.process.request_log import charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import open_stores
 from penstock.gateway.process.supervisor_link import Follow, Link, Scaled, SupervisorLink
 from penstock.gateway.quality.judge import Judge, NoJudge
-from penstock.gateway.rag.collection_endpoints import CollectionEndpoints
-from penstock.gateway.rag.document_endpoints import DocumentEndpoints
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import CollectionSearch
-from penstock.gateway.rag.vector_stores.attachment import Attachment
-from penstock.gateway.rag.vector_stores.batch_endpoints import FileBatchEndpoints
-from penstock.gateway.rag.vector_stores.endpoints import VectorStoreEndpoints
-from penstock.gateway.rag.vector_stores.file_endpoints import VectorStoreFileEndpoints
-from penstock.gateway.rag.vector_stores.file_search import FileSearches
-from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
 from penstock.gateway.server_tools.answers import NoServerTools, ServerTools, ToolAnswers
-from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.webhooks.delivery import WebhookClient, WebhookDeliveries
-from penstock.gateway.workers.group import WorkerGroup
 from penstock.identity.data_rules import DataRules
 from penstock.metering.audit import AuditLog
 from penstock.metering.log_entries import CHARGES
-from penstock.metering.request_log import RequestLog
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.time_slice_groups import TimeSlices
-from penstock.storage import Database, open_database
+from penstock.storage import open_database
 from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
@@ -118,37 +75,6 @@ from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.execution import ToolRegistry
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """A running gateway, for the process that runs it (and for tests)."""
-
-    settings: GatewaySettings
-    bodies: Bodies
-    registry: ModelRegistry
-    encoders: Encoders
-    metrics: Metrics
-    tracing: RequestTracing
-    drain: Drain
-    background: BackgroundTasks
-    authentication: OpenAuthentication
-    workers: WorkerGroup
-    database: Database | None
-    request_log: RequestLog | RequestLogOff
-    accounts: Accounts | NoAccounts
-    admissions: Admissions
-    guardrails: Guardrails
-    cache: ResponseCache | ResponseCacheOff
-    judge: Judge | NoJudge
-    responses: ResponseStore | NoResponseStore
-    knowledge: KnowledgeLibrary
-    background_responses: BackgroundResponses | None
-    batch_runner: BatchRunner | None
-    data_rules: DataRules
-    audit: AuditLog | None
-    endpoints: Sequence[object]
-    """The objects whose methods answer requests."""
 
 
 @asynccontextmanager
@@ -395,8 +321,6 @@ async def compose(
             )
             drain.on_begin(detached.hold)
             closing(detached.close)
-        chats = None if stores is None else stores.chats
-
         webhook_client = None
         if stores is not None and stores.webhooks is not None:
             webhook_client = WebhookClient(settings.webhooks)
@@ -405,99 +329,62 @@ async def compose(
             deliveries.start()
             closing(deliveries.close)
 
-        # What requests reach.
-        limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
-        input_files = InputFiles(None if stores is None else stores.files, limit)
-        closing(input_files.close)
-        attachment = Attachment(knowledge, None if stores is None else stores.files, uploads)
-        models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
-        embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
-        catalogue = Catalogue(registry, permissions, encoders, routes)
-        endpoints: list[object] = [
-            ChatEndpoints(pipeline, conversations, server_tools, chats, input_files),
-            optional.of_stored_chats(chats, permissions, limit),
-            CompletionEndpoints(pipeline),
-            ResponseEndpoints(
-                pipeline,
-                conversations,
-                responses,
-                detached,
-                FileSearches(knowledge),
-                SearchParts(pipeline, settings.tools, request_log.add),
-                input_files,
-            ),
-            CompactionEndpoints(pipeline, ResponseReferences(responses, permissions), input_files),
-            StoredResponseEndpoints(responses, permissions, detached),
-            MessageEndpoints(pipeline, input_files),
-            embeddings,
-            OllamaEndpoints(pipeline, catalogue, embeddings),
-            OllamaPullEndpoints(catalogue, supervisor, limit),
-            RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(
-                permissions, tokenization, quotas, limit, input_files, request_templates=settings.request_templates
-            ),
-            WatermarkEndpoints(permissions, tokenization, quotas, watermarks, limit),
-            ScoreEndpoints(encoders, encoder_work, guardrails, limit),
-            ModerationEndpoints(guardrails, quotas, limit),
-            models,
-            NoConversations() if sessions is None else ConversationEndpoints(sessions),
-            optional.of_conversation_items(sessions, guardrails, limit, input_files),
-            CollectionEndpoints(knowledge, encoder_work, limit),
-            DocumentEndpoints(knowledge, uploads),
-            VectorStoreEndpoints(knowledge, attachment, encoder_work, limit),
-            VectorStoreFileEndpoints(knowledge, attachment, limit),
-            FileBatchEndpoints(knowledge, attachment, limit),
-            ToolEndpoints(tools, limit),
-            optional.of_cache(cache, permissions),
-            TraceEndpoints(
-                workers, permissions, settings.telemetry.recent_requests, None if stores is None else stores.ledger
-            ),
-            AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
-            ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
-            ReplicaEndpoints(registry, supervisor, limit),
-            FleetEndpoints(supervisor, limit),
-            PlanEndpoints(registry, workers, settings.admission),
-            WhatIfEndpoints(registry, limit),
-            RouteEndpoints(routes, limit),
-            ExperimentEndpoints(experiments, limit),
-            SleepEndpoints(registry),
-            KVEndpoints(registry, settings.share_prefixes),
-            optional.of_request_log(request_log, permissions),
-            optional.of_audit_log(stores),
-            optional.of_webhooks(stores, webhook_client, settings),
-            HealthEndpoints(registry, authentication, drain, checks),
-            MetricsEndpoints(workers),
-        ]
-        endpoints += optional.of_store(
-            settings, stores, runner, permissions, quotas, cache, workers, uploads, knowledge.forget_file
+        urls = FileUrls(settings.input_files, metrics.registry)
+        closing(urls.close)
+        input_files = InputFiles(
+            None if stores is None else stores.files,
+            settings.body_limit,
+            permissions=permissions,
+            quotas=quotas,
+            texts=FileTexts(settings.input_files.cache, metrics.registry),
+            urls=urls,
         )
+        closing(input_files.close)
+
         yield Gateway(
             settings=settings,
-            bodies=Bodies(settings.body_memory, settings.body_disk),
-            registry=registry,
-            encoders=encoders,
             metrics=metrics,
             tracing=tracing,
             drain=drain,
             background=background,
+            checks=checks,
+            bodies=Bodies(settings.body_memory, settings.body_disk),
+            database=database,
+            stores=stores,
+            audit=audit,
+            request_log=request_log,
             authentication=authentication,
             workers=workers,
-            database=database,
-            request_log=request_log,
+            permissions=permissions,
+            data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
+            quotas=quotas,
             accounts=accounts,
             admissions=admissions,
+            registry=registry,
+            encoders=encoders,
+            supervisor=supervisor,
+            routes=routes,
+            experiments=experiments,
+            tokenization=tokenization,
+            watermarks=watermarks,
             guardrails=guardrails,
             cache=cache,
+            forget_answers=forget_answers,
             judge=judge,
-            responses=responses,
             knowledge=knowledge,
+            tools=tools,
+            pipeline=pipeline,
+            sessions=sessions,
+            conversations=conversations,
+            server_tools=server_tools,
+            encoder_work=encoder_work,
+            input_files=input_files,
+            responses=responses,
             background_responses=detached,
             batch_runner=runner,
-            data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
-            audit=audit,
-            endpoints=endpoints,
+            webhook_client=webhook_client,
         )
 
 

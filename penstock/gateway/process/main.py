@@ -35,8 +35,10 @@ from penstock.gateway.http.connections import Application
 from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection
-from penstock.gateway.process.composition import Gateway, compose
+from penstock.gateway.process.composition import compose
 from penstock.gateway.process.encoder_follower import encoder_backend, served_encoder
+from penstock.gateway.process.endpoints import endpoints_of
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.limits import MOST_CONNECTIONS, connections
 from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
@@ -227,7 +229,8 @@ async def serve(
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:
             doors = [("public", settings.host, settings.port), ("admin", settings.admin_host, settings.admin_port)]
-        apps = [application(gateway, door) for door, _, _ in doors]
+        owners = endpoints_of(gateway)
+        apps = [application(gateway, owners, door) for door, _, _ in doors]
         # The console is an administration tool: it is served on the admin port where there is one.
         fronts: list[Application] = [
             app if door == "public" else wrap(app) for app, (door, _, _) in zip(apps, doors, strict=True)
@@ -275,12 +278,11 @@ async def serve(
     log.info("stopped")
 
 
-def application(gateway: Gateway, door: Door) -> App:
-    """What is served on one port."""
+def application(gateway: Gateway, owners: Sequence[object], door: Door) -> App:
+    """What is served on one port. `owners`: of the methods that answer."""
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.behind(door)]
-    owners = [*gateway.endpoints, Documentation(endpoints, REPLIES)]
     return App(
-        bind((*endpoints, *PAGES), owners),
+        bind((*endpoints, *PAGES), [*owners, Documentation(endpoints, REPLIES)]),
         authentication=gateway.authentication,
         drain=gateway.drain,
         metrics=gateway.metrics,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.conversations import Sessions
-from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.audit import AuditEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
@@ -19,13 +18,13 @@ from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.app.endpoint import Unavailable
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
-from penstock.gateway.batches.file_endpoints import Deleted, FileEndpoints
+from penstock.gateway.batches.file_endpoints import FileEndpoints
 from penstock.gateway.batches.message_batches import MessageBatchEndpoints
-from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.upload_endpoints import UploadEndpoints
 from penstock.gateway.generation.input_files import InputFiles
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.moderation.guardrails import Guardrails
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.request_log import RequestLogOff
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores
@@ -34,7 +33,7 @@ from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOf
 from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.webhooks.delivery import WebhookClient
 from penstock.gateway.webhooks.endpoints import WebhookEndpoints
-from penstock.gateway.workers.group import WorkerGroup
+from penstock.gateway.webhooks.operator_endpoints import OperatorWebhookEndpoints
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
 from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
@@ -90,40 +89,37 @@ def of_audit_log(stores: Stores | None) -> AuditEndpoints | Unavailable:
 
 def of_webhooks(
     stores: Stores | None, client: WebhookClient | None, settings: GatewaySettings
-) -> WebhookEndpoints | Unavailable:
+) -> Sequence[WebhookEndpoints | OperatorWebhookEndpoints | Unavailable]:
     if stores is None or stores.webhooks is None or client is None:
         message = "This server sends no webhooks: `webhooks.enabled` is off, or it has no store."
-        return Unavailable(WebhookEndpoints, NotFound, message)
-    return WebhookEndpoints(stores.webhooks, client, settings.webhooks, settings.body_limit)
+        return [
+            Unavailable(WebhookEndpoints, NotFound, message),
+            Unavailable(OperatorWebhookEndpoints, NotFound, message),
+        ]
+    return [
+        WebhookEndpoints(stores.webhooks, client, settings.webhooks, settings.body_limit),
+        OperatorWebhookEndpoints(stores.webhooks, client, settings.body_limit),
+    ]
 
 
-def of_store(
-    settings: GatewaySettings,
-    stores: Stores | None,
-    runner: BatchRunner | None,
-    permissions: Permissions,
-    quotas: Quotas,
-    cache: ResponseCache | ResponseCacheOff,
-    workers: WorkerGroup,
-    uploads: UploadSlots,
-    deleted: Deleted,
-) -> Sequence[object]:
-    """Those of files, batches, feedback, usage, accounts and identities. `deleted`: told of every deleted document."""
+def of_store(gateway: Gateway, uploads: UploadSlots) -> Sequence[object]:
+    """Those of files, batches, feedback, usage, accounts and identities."""
+    settings, stores, runner, quotas = gateway.settings, gateway.stores, gateway.batch_runner, gateway.quotas
     if stores is None or runner is None:
         return _WITHOUT_STORE
     limit = settings.body_limit
     return [
-        FileEndpoints(stores.files, stores.batches, settings.batches, uploads, deleted),
+        FileEndpoints(stores.files, stores.batches, settings.batches, uploads, gateway.knowledge.forget_file),
         UploadEndpoints(stores.files, settings.batches, uploads, limit),
         BatchEndpoints(stores.batches, stores.files, runner, limit),
         MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
-        FeedbackEndpoints(stores.feedback, permissions, cache.suspect, limit),
-        UsageEndpoints(stores.ledger, permissions),
+        FeedbackEndpoints(stores.feedback, gateway.permissions, gateway.cache.suspect, limit),
+        UsageEndpoints(stores.ledger, gateway.permissions),
         IdentityEndpoints(
             stores.identities,
             stores.ledger,
             quotas,
-            workers.keys_changed,
+            gateway.workers.keys_changed,
             [tier.name for tier in settings.tiers],
             settings.default_tier,
             limit,

@@ -13,6 +13,7 @@ from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfi
 from penstock.config.encoders import EncoderConfig
 from penstock.config.experiments import ExperimentConfig
 from penstock.config.guardrails import GuardrailConfig
+from penstock.config.input_files import InputFilesConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import ModelConfig
 from penstock.config.pools import PoolConfig, PoolRuleConfig
@@ -212,6 +213,7 @@ class GatewaySettings:
     conversations: ConversationsConfig = ConversationsConfig()  # noqa: RUF009
     tools: ToolsConfig = ToolsConfig()  # noqa: RUF009
     webhooks: WebhooksConfig = WebhooksConfig()  # noqa: RUF009
+    input_files: InputFilesConfig = InputFilesConfig()  # noqa: RUF009
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
     judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
@@ -333,6 +335,7 @@ class GatewaySettings:
             conversations=config.conversations,
             tools=config.tools,
             webhooks=config.webhooks,
+            input_files=config.input_files,
             tool_servers=config.tool_servers,
             knowledge=config.knowledge,
             judge=config.judge,

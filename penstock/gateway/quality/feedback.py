@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.metering.log_entries import VoteEntry
-from penstock.storage import Database
+from penstock.storage import Database, Where
 from penstock.telemetry.exposition import MetricRegistry
 
 Rating = Literal["up", "down"]
@@ -147,20 +147,21 @@ class Feedback:
 
     async def votes(self, only: Selection, limit: int) -> list[Vote]:
         """The newest votes."""
-        where, values = _where(only)
+        where = _where(only)
         rows = await self._database.fetch(
-            f"SELECT {_COLUMNS} FROM feedback WHERE {where} ORDER BY created_at DESC LIMIT {int(limit)}", *values
+            f"SELECT {_COLUMNS} FROM feedback WHERE {where} ORDER BY created_at DESC LIMIT {int(limit)}",
+            *where.values,
         )
         return [Vote(*row) for row in rows]
 
     async def totals(self, only: Selection) -> list[dict[str, Any]]:
         """Votes up and down by model and route, and the share of votes up."""
-        where, values = _where(only)
+        where = _where(only)
         rows = await self._database.fetch(
             "SELECT model, adapter, route, via, arm, CAST(SUM(CASE WHEN rating = 'up' THEN 1 ELSE 0 END) AS BIGINT), "
             f"COUNT(*) FROM feedback WHERE {where} GROUP BY model, adapter, route, via, arm "
             "ORDER BY model, adapter, route, via, arm",
-            *values,
+            *where.values,
         )
         return [
             {
@@ -177,11 +178,10 @@ class Feedback:
         ]
 
 
-def _where(only: Selection) -> tuple[str, list[str | float]]:
-    conditions, values = ["1 = 1"], list[str | float]()
-    for name in only.__struct_fields__:
-        value = getattr(only, name)
-        if value is not None:
-            conditions.append("created_at >= ?" if name == "since" else f"{name} = ?")
-            values.append(value)
-    return " AND ".join(conditions), values
+def _where(only: Selection) -> Where:
+    return Where(
+        *(
+            ("created_at >= ?" if name == "since" else f"{name} = ?", value)
+            for name, value in msgspec.structs.asdict(only).items()
+        )
+    )

@@ -135,11 +135,7 @@ class ResponseCache:
         cache_mode(exchange, _OFF)
 
     async def look_up(self, exchange: Exchange, generation: Generation) -> ResponseCacheLookup | None:
-        facts = generation.cache_facts()
-        if facts is None:
-            self.check(exchange)
-            return None
-        lookup = self._lookup(exchange, generation, facts)
+        lookup = self._lookup(exchange, generation, generation.cache_facts())
         if lookup is None:
             return None
         exchange.timeline.follow("prepare")

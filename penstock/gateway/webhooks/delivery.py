@@ -23,7 +23,7 @@ from penstock.gateway.webhooks.store import Delivery, WebhookEndpoint, WebhookSt
 from penstock.storage import DatabaseError
 from penstock.telemetry.exposition import MetricRegistry
 from penstock.tools.execution import ToolError
-from penstock.tools.execution.addresses import Addresses, PinnedTransport
+from penstock.tools.execution.addresses import Addresses, PinnedTransport, no_cookies
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class WebhookClient:
         self._timeout_s = config.timeout_s
         # Connections are not kept: those of different names at one address must not be mixed up.
         self._client = httpx.AsyncClient(
-            transport=PinnedTransport(self.addresses, keep_alive=False), trust_env=False, timeout=config.timeout_s
+            transport=PinnedTransport(self.addresses, keep_alive=False),
+            trust_env=False,
+            timeout=config.timeout_s,
+            cookies=no_cookies(),
         )
 
     async def close(self) -> None:
@@ -172,12 +175,13 @@ class WebhookDeliveries:
                 why = type(error).__name__
             about = {"endpoint": delivery.endpoint, "event": delivery.event, "tenant": delivery.tenant, "why": why}
             pause = pause_s(delivery.attempts + 1)
+            await self._store.tried(endpoint.id, why)
             if not why:
                 await self._store.made(delivery)
                 self._outcomes.child("delivered").inc()
             elif self._store.clock() + pause > delivery.created_at + self._retry_s:
                 log.warning("a webhook was given up", extra=about)
-                await self._store.made(delivery)
+                await self._store.give_up(delivery)
                 self._outcomes.child("given_up").inc()
             else:
                 log.info("a webhook could not be delivered; it is tried again", extra={**about, "after_s": pause})

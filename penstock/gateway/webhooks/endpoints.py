@@ -105,7 +105,7 @@ class WebhookEndpoints:
             f"whe_{uuid.uuid4().hex}", caller.tenant, caller.only_user or "", asked.name, asked.url,
             types_column(asked.event_types), new_secret(), "", 0.0, now, now,
         )  # fmt: skip
-        if not await _reached(self._store.add(made, self._config.per_tenant)):
+        if not await store_reached(self._store.add(made, self._config.per_tenant)):
             raise InvalidRequest(
                 f"This tenant has {self._config.per_tenant} webhook endpoints, which is the limit "
                 "(`webhooks.per_tenant`). Delete one.",
@@ -117,7 +117,9 @@ class WebhookEndpoints:
         asked = decode_query(WebhookEndpointsQuery, exchange.scope)
         after = await self._found(exchange, asked.after) if asked.after else None
         caller = exchange.caller
-        found = await _reached(self._store.page(caller.tenant, caller.only_user, after=after, limit=asked.limit + 1))
+        found = await store_reached(
+            self._store.page(caller.tenant, caller.only_user, after=after, limit=asked.limit + 1)
+        )
         await exchange.reply_json(page(found, asked.limit))
 
     async def get_webhook_endpoint(self, exchange: Exchange) -> None:
@@ -139,7 +141,7 @@ class WebhookEndpoints:
     async def delete_webhook_endpoint(self, exchange: Exchange) -> None:
         decode_query(NoQuery, exchange.scope)
         known = await self._named(exchange)
-        await _reached(self._store.delete(known.id))
+        await store_reached(self._store.delete(known.id))
         await exchange.reply_json({"id": known.id, "object": "webhook_endpoint.deleted", "deleted": True})
 
     async def rotate_webhook_secret(self, exchange: Exchange) -> None:
@@ -156,14 +158,13 @@ class WebhookEndpoints:
     async def test_webhook_endpoint(self, exchange: Exchange) -> None:
         """Sends an example at once; it is not tried again."""
         asked = decode(_test, await exchange.body(self._limit))
-        known, now = await self._named(exchange), self._store.clock()
-        about = "batch_test" if asked.event_type.startswith("batch.") else "resp_test"
-        sample = Delivery(f"evt_{uuid.uuid4().hex}", known.id, known.tenant, asked.event_type, about, now, now, 0)
-        try:
-            async with self._tests.slot(known.tenant):
-                status = await self._client.post(known, sample.event, sample.body(), self._store.clock())
-        except Unreachable as error:
-            raise InvalidRequest(f"The endpoint cannot be reached: {error}.", code="webhook_unreachable") from None
+        known = await self._named(exchange)
+        if known.disabled_at:
+            raise InvalidRequest(
+                "This endpoint was disabled by an operator; nothing is sent to it.", code="webhook_disabled"
+            )
+        async with self._tests.slot(known.tenant):
+            status = await send_example(self._client, known, asked.event_type, self._store.clock())
         result = {"object": "webhook_endpoint.test", "webhook_endpoint_id": known.id, "event_type": asked.event_type}
         await exchange.reply_json({**result, "status_code": status, "success": True})
 
@@ -197,8 +198,8 @@ class WebhookEndpoints:
 
     async def _changed(self, known: WebhookEndpoint, **changes: Any) -> WebhookEndpoint:
         changes["updated_at"] = self._store.clock()
-        if not await _reached(self._store.change(known.id, changes)):
-            raise _unknown(known.id)  # deleted meanwhile
+        if not await store_reached(self._store.change(known.id, changes)):
+            raise unknown_endpoint(known.id)  # deleted meanwhile
         return msgspec.structs.replace(known, **changes)
 
     async def _named(self, exchange: Exchange) -> WebhookEndpoint:
@@ -206,17 +207,27 @@ class WebhookEndpoints:
 
     async def _found(self, exchange: Exchange, id: str) -> WebhookEndpoint:
         caller = exchange.caller
-        found = None if "\0" in id else await _reached(self._store.get(id, caller.tenant, caller.only_user))
+        found = None if "\0" in id else await store_reached(self._store.get(id, caller.tenant, caller.only_user))
         if found is None:
-            raise _unknown(id)
+            raise unknown_endpoint(id)
         return found
 
 
-def _unknown(id: str) -> NotFound:
+async def send_example(client: WebhookClient, endpoint: WebhookEndpoint, type: str, now: float) -> int:
+    """Sends an example of an event at once; returns the status that came back."""
+    about = "batch_test" if type.startswith("batch.") else "resp_test"
+    sample = Delivery(f"evt_{uuid.uuid4().hex}", endpoint.id, endpoint.tenant, type, about, now, now, 0)
+    try:
+        return await client.post(endpoint, sample.event, sample.body(), now)
+    except Unreachable as error:
+        raise InvalidRequest(f"The endpoint cannot be reached: {error}.", code="webhook_unreachable") from None
+
+
+def unknown_endpoint(id: str) -> NotFound:
     return NotFound(f"There is no webhook endpoint `{id[:128]}`.")
 
 
-async def _reached(work: Awaitable[T]) -> T:
+async def store_reached(work: Awaitable[T]) -> T:
     try:
         return await work
     except DatabaseError as error:

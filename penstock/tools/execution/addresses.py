@@ -1,4 +1,5 @@
-"""SSRF protection: tools and webhooks may connect to public addresses and to private networks in the configuration.
+"""SSRF protection: tools, webhooks and files by URL may connect to public addresses and to private networks in the
+configuration.
 
 A host name is resolved here, its address checked, and the connection made to exactly that address, so a name that
 resolves differently a moment later has no effect. TLS still verifies the name.
@@ -12,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 
 import certifi
@@ -99,6 +101,11 @@ def trusted() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context
+
+
+def no_cookies() -> CookieJar:
+    """For a client that several tenants share: what one reply sets is not sent with another's request."""
+    return CookieJar(DefaultCookiePolicy(allowed_domains=()))
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):

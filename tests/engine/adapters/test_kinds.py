@@ -178,7 +178,7 @@ def test_a_rank_above_the_limit_is_refused_with_what_to_do(base: Path, folders: 
 
 def test_kinds_that_cannot_be_applied_are_refused_by_name(base: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     for kind, words in (
-        ("HRA", "merge_and_unload"), ("FOURIERFT", "save_as_lora"), ("ADAPTION_PROMPT", "train a LoRA"),
+        ("HRA", "merge_and_unload"), ("FOURIERFT", "save_as_lora"), ("WAVEFT", "merge"),
         ("XLORA", "one by one"), ("SOMETHING_NEW", "merge_and_unload"), (None, "LORA"), (3, "LORA"),
     ):  # fmt: skip
         adapter = write_kind(tmp_path / str(kind), base, "miss")

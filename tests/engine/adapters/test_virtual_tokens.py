@@ -16,6 +16,7 @@ from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.core import Engine
 from penstock.engine.kv.block_hash import block_names
 from penstock.engine.request import Request, SamplingParams
+from tests import parts
 from tests.engine.adapters.company import (
     TIGHT,
     assert_same_in_company,
@@ -269,7 +270,7 @@ def test_names_of_blocks_begin_with_them(base: Path, specs: tuple[AdapterSpec, .
         ({"num_virtual_tokens": 0}, "num_virtual_tokens must be a positive integer"),
         ({"token_dim": None, "num_transformer_submodules": 2}, "num_transformer_submodules is 2"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "peft_type MULTITASK_PROMPT_TUNING is not supported"),
+        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "has no prefix_task_cols and prefix_task_rows"),
     ],
 )
 def test_what_cannot_be_applied_is_refused(base: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -299,3 +300,58 @@ def test_random_prompts_of_all_lengths(base: Path, specs: tuple[AdapterSpec, ...
     for budget in (7, 20, 21, 22):
         engine = make_engine(base, adapters=specs, token_budget=budget, max_running=min(4, budget))
         assert generate(engine, *requests) == expected, budget
+
+
+def write_tasks(folder: Path, base: Path, **config: Any) -> Path:
+    """Rows of three tasks, as PEFT saves multitask prompt tuning."""
+    settings = {"peft_type": "MULTITASK_PROMPT_TUNING", "num_tasks": 3, "num_ranks": 2, **config}
+    write_prompt(folder, base, "tuned", **settings)
+    tensors, draw = load_file(folder / "adapter_model.safetensors"), torch.Generator().manual_seed(4)
+    count, hidden = tensors["prompt_embeddings"].shape
+    tensors["prefix_task_cols"] = torch.randn(3, count, 2, generator=draw)
+    tensors["prefix_task_rows"] = torch.randn(3, 2, hidden, generator=draw)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_each_task_of_an_adapter_has_rows_of_its_own(base: Path, tmp_path: Path) -> None:
+    folders = [write_tasks(tmp_path / str(task), base, task_id=task) for task in range(3)]
+    specs = tuple(AdapterSpec(f"task{task}", str(folder)) for task, folder in enumerate(folders))
+    prompt = prompts(1)[0]
+    requests = [ask(f"r{task}", prompt, f"task{task}", 6) for task in range(3)]
+    got = generate(make_engine(base, adapters=specs), *requests)
+    for task, folder in enumerate(folders):
+        reference, stored = Prefixed(base, folder), load_file(folder / "adapter_model.safetensors")
+        reference.rows = reference.rows * (stored["prefix_task_cols"][task] @ stored["prefix_task_rows"][task])
+        assert reference.agrees(prompt, got[f"r{task}"], TIE), task
+    assert len({tuple(each) for each in got.values()}) == 3
+
+
+def test_a_task_has_to_be_named(base: Path, tmp_path: Path) -> None:
+    assert "the adapter has 3 tasks; add task_id, 0 to 2" in failure(base, write_tasks(tmp_path / "a", base))
+    assert "task_id must be 0 to 2" in failure(base, write_tasks(tmp_path / "b", base, task_id=3))
+    assert "num_tasks must be" in failure(base, write_tasks(tmp_path / "c", base, num_tasks=0))
+    folder = write_tasks(tmp_path / "d", base, task_id=1)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({**tensors, "prefix_task_cols": torch.ones(3, 4, 2)}, folder / "adapter_model.safetensors")
+    assert "which do not fit 3 tasks" in failure(base, folder)
+
+
+@pytest.mark.slow
+def test_tasks_that_peft_saves(base: Path, tmp_path: Path) -> None:
+    peft = parts.library("peft")
+    config = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=3, num_ranks=2)
+    theirs = peft.get_peft_model(Reference(base).model, config).eval()
+    with torch.no_grad():
+        for parameter in theirs.prompt_encoder.parameters():
+            parameter.normal_()
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_id": 2}))
+    prompt = prompts(1)[0]
+    got = generate(make_engine(base, adapters=(AdapterSpec("a", str(tmp_path)),)), ask("r", prompt, "a", 8))["r"]
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt + got[:-1]])
+        logits = theirs(input_ids=tokens, task_ids=torch.tensor([2])).logits[0, 4 + len(prompt) - 1 :]
+    assert float((logits.amax(-1) - logits.gather(1, torch.tensor(got).unsqueeze(1)).squeeze(1)).max()) <= TIE
+    assert not Reference(base).agrees(prompt, got, TIE)

@@ -105,14 +105,14 @@ def test_on_trial_captured_steps_have_room_for_gathered_keys(tmp_path: Path, mon
 
 
 def test_a_trial_is_on_or_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert not trials.is_on(trials.GATHER_16BIT) and not caplog.messages
+    assert not trials.is_on(trials.CAPTURE_GATHERED) and not caplog.messages
     for value, want in (("1", True), ("0", False)):
-        monkeypatch.setenv(trials.GATHER_16BIT, value)
-        assert trials.is_on(trials.GATHER_16BIT) == want
-    assert caplog.messages == ["PENSTOCK_GATHER_16BIT is on: a variant that no device has been timed with"]
-    monkeypatch.setenv(trials.GATHER_16BIT, "yes")
-    with pytest.raises(ConfigError, match="PENSTOCK_GATHER_16BIT: 'yes' must be 1"):
-        trials.is_on(trials.GATHER_16BIT)
+        monkeypatch.setenv(trials.CAPTURE_GATHERED, value)
+        assert trials.is_on(trials.CAPTURE_GATHERED) == want
+    assert caplog.messages == ["PENSTOCK_CAPTURE_GATHERED is on: a variant that no device has been timed with"]
+    monkeypatch.setenv(trials.CAPTURE_GATHERED, "yes")
+    with pytest.raises(ConfigError, match="PENSTOCK_CAPTURE_GATHERED: 'yes' must be 1"):
+        trials.is_on(trials.CAPTURE_GATHERED)
 
 
 def test_how_often_keys_are_read_is_counted_by_prompt() -> None:

@@ -137,6 +137,20 @@ def test_penalties_count_what_was_said_in_a_thought(checkpoint: Path) -> None:
         assert moved == plain[produced:]
 
 
+def test_penalties_count_the_token_that_is_under_way_when_a_thought_ends(checkpoint: Path) -> None:
+    """With overlap it has been sampled, but the host does not know it yet."""
+    alone, overlapped = load(checkpoint), load(checkpoint)
+    overlapped._depth = 1
+    params = SamplingParams(
+        max_tokens=40, temperature=0.0, presence_penalty=1.5, logit_bias=dict.fromkeys(range(12), 60.0)
+    )
+    said = generate(alone, Request("a", PROMPT, params))["a"]
+    for end in said[2:8]:
+        ended = dataclasses.replace(params, thought=Thought(end=((end,),), close=CLOSE, budget=30))
+        assert generate(alone, Request("b", PROMPT, ended))["b"] == said, "it ends by itself"
+        assert generate(overlapped, Request("b", PROMPT, ended))["b"] == said
+
+
 def test_what_a_state_holds_and_allows() -> None:
     state = ThoughtState(Thought(end=((9,),), close=(9,), budget=4), None, None)
     assert state.matcher is None and state.hold(100) == 104 and not state.awaited

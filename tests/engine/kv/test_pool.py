@@ -9,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.pool import BlockPool
-from penstock.engine.sequence import Sequence
-from tests.engine.harness import greedy
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -141,7 +138,7 @@ def test_many_at_once_are_the_same_as_one_after_the_other(steps: list[tuple[str,
     for number, (what, count) in enumerate(steps):
         if what == "take":
             taken = many.allocate_many(min(count, many.free))
-            assert taken == sorted(single.allocate() for _ in range(min(count, single.free)))
+            assert taken == [single.allocate() for _ in range(min(count, single.free))]
             held += taken
             named = {block: name for block, name in named.items() if block not in taken}
         elif what == "give":
@@ -190,7 +187,7 @@ def test_many_at_once_are_the_same_as_one_by_one(seed: int) -> None:
         else:
             count = rng.randint(1, min(bulk.free, 6))
             blocks = bulk.allocate_many(count)
-            assert blocks == sorted(single.allocate() for _ in range(count))
+            assert blocks == [single.allocate() for _ in range(count)]
             held.append(blocks)
             full = blocks[: rng.randint(0, count)]
             names = [b"%d" % rng.randrange(named + 1, named + 3) for _ in full]
@@ -202,23 +199,3 @@ def test_many_at_once_are_the_same_as_one_by_one(seed: int) -> None:
         assert (bulk.free, bulk.cached) == (single.free, single.cached)
         names = [b"%d" % name for name in range(named + 3)]
         assert [bulk.find(name) for name in names] == [single.find(name) for name in names]
-
-
-def test_a_prompt_that_takes_the_place_of_others_has_its_blocks_in_order() -> None:
-    """Ended sequences give back their last blocks first; a device reads those that follow each other at once."""
-    pool = BlockPool(65)
-    allocator = BlockAllocator(pool, 16)
-    ended = [Sequence(greedy(f"{i}", [i] * 256, 1), 0.0, (0.0, i)) for i in range(4)]
-    for seq in ended:
-        assert allocator.grow(seq, 256)
-        seq.computed = 256
-        allocator.publish(seq)
-    for seq in ended:
-        allocator.free(seq)
-    assert pool.cached == 64
-    seq = Sequence(greedy("long", [9] * 1024, 1), 0.0, (0.0, 9))
-    for tokens in (400, 1024):
-        assert allocator.grow(seq, tokens)
-    tiles = [seq.blocks[at : at + 8] for at in range(0, 64, 8)]
-    runs = sum(tile == list(range(tile[0], tile[0] + 8)) for tile in tiles)
-    assert runs >= 6, seq.blocks

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config.pools import PoolConfig, PoolRuleConfig, ReserveConfig
 from penstock.config.routing import AdmissionConfig, RegionRuleConfig, RoutingConfig
-from penstock.gateway.process.composition import Gateway
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.settings import ModelSettings
 from penstock.protocol.errors import EngineLost
 from penstock.routing.admission.pools import PooledAdmission

@@ -14,6 +14,7 @@ from penstock.gateway.accounting.batch_line import BATCH_LINE
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import LONG_CHARACTERS, Quotas
 from penstock.gateway.app.dialects import OPENAI
+from penstock.gateway.app.exchange import ClientDisconnected
 from penstock.identity import Caller
 from penstock.identity.allowance import Allowance
 from penstock.limits import Limit
@@ -270,3 +271,44 @@ async def test_counting_tokens_has_the_same_limits_again_for_itself() -> None:
     assert (b"x-ratelimit-remaining-requests", b"8") in again.extra_headers
     async with quotas().text_work(exchange(), "tiny", LONG_CHARACTERS + 1) as free:
         free.tokens = 1
+
+
+async def test_files_are_read_only_for_callers_with_something_left() -> None:
+    """They hold a place and the least that they may cost, and give both back; what fails counts as a request."""
+    one = TierConfig(name="free", requests_per_minute=3, tokens_per_minute=100, concurrent_requests=1)
+    rules, model = quotas(one), ModelName("tiny")
+    async with rules.file_work(exchange(), model):
+        assert await left(rules) == {"requests": 2, "tokens": 99}
+        refused = exchange()
+        with pytest.raises(RateLimitExceeded, match="1 requests at one time"):
+            async with rules.file_work(refused, model):
+                pytest.fail("nothing is read")
+        assert refused.extra_headers, "a refusal says what is left"
+    assert await left(rules) == {"requests": 3, "tokens": 100}, "the request itself counts later"
+    for error in (InvalidRequest("no"), ClientDisconnected(), asyncio.CancelledError()):
+        with pytest.raises(type(error)):
+            async with rules.file_work(exchange(), model):
+                raise error
+    assert await left(rules) == {"requests": 0, "tokens": 100}
+    with pytest.raises(RateLimitExceeded):
+        async with rules.file_work(exchange(), model):
+            pytest.fail("nothing is read")
+    async with rules.file_work(exchange(), model, only=True) as kept:  # has limits of its own
+        kept.counted = True
+    async with quotas().file_work(exchange(), None):
+        pass
+
+
+async def test_files_are_not_read_for_a_budget_that_is_spent() -> None:
+    tier = TierConfig(name="free", daily_budget=30 / NANOS)
+    rules, model = quotas(tier), ModelName("tiny")
+    assert await rules.reserve(exchange(), work(1, 1)) is not None
+    with pytest.raises(InsufficientQuota):
+        async with rules.file_work(exchange(), model):
+            pytest.fail("nothing is read")
+    async with rules.file_work(exchange(), None):  # it may be one that is free
+        pass
+    free = quotas(tier, price=Price(0, 0, 0))
+    await free.reserve(exchange(), work(1, 1))
+    async with free.file_work(exchange(), model):
+        pass

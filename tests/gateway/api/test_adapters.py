@@ -15,7 +15,7 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.gateway.process.composition import Gateway
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel

@@ -82,7 +82,8 @@ async def test_what_cannot_be_embedded_is_refused(serving: Serving, encoders: Ca
         refused(await embed(input="a", normalize=False), "normalize", "not supported")
         assert (await embed(input="a", colour="red")).headers["x-penstock-ignored"] == "colour"
         unknown = await running.client.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
-        assert unknown.status_code == 404 and "minilm" in unknown.json()["error"]["message"]
+        message = "There is no model `tiny` for embeddings, scores or ranking here. Available: `embed`, `minilm`."
+        assert unknown.status_code == 404 and unknown.json()["error"]["message"] == message
         cut = await embed(input="word " * 300, truncate_prompt_tokens=-1)
         assert cut.json()["usage"]["prompt_tokens"] == 256
 

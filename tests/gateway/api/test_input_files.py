@@ -12,6 +12,8 @@ import anthropic
 import openai
 import pytest
 
+from penstock.config.input_files import InputFilesConfig
+from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.batches import files
 from penstock.gateway.generation import input_files
@@ -26,6 +28,7 @@ from tests.gateway.api.test_background_responses import ended
 from tests.gateway.api.test_messages_of_agents import long_window
 from tests.gateway.batches.test_batches import client_of, jsonl, lines, over
 from tests.gateway.conftest import Running, Serving, eventually
+from tests.gateway.generation.test_file_urls import Web
 from tests.knowledge.files import make_pdf
 
 CSV = b"name,age\nAnn,41\n"
@@ -139,7 +142,7 @@ async def test_documents_of_messages(serving: Serving, text: TextModel, tmp_path
         assert "[a document that is not text" in prompt(running, text)
         for source, error in (
             (image, "not text. Models here read text in UTF-8"),
-            ({"type": "url", "url": "https://example.org/x.pdf"}, "URLs are not fetched"),
+            ({"type": "url", "url": "https://example.org/x.pdf"}, "not fetched from URLs"),
             ({"type": "base64", "media_type": "text/plain", "data": "?"}, "not base64"),
         ):
             turn = {"role": "user", "content": [{"type": "document", "source": source}]}
@@ -213,8 +216,8 @@ async def test_what_cannot_be_read_is_refused_clearly(
 
         assert "not text. Models here read" in await refused(400, file_data=b64(b"PK\3\4\0"), filename="a.docx")
         assert "PDF cannot be read" in await refused(400, file_data=b64(b"%PDF-1.7 nonsense"))
-        assert "either `file_id` or `file_data`" in await refused(400, filename="a.txt")
-        assert "either `file_id` or `file_data`" in await refused(400, file_id="x", file_data=b64(b"x"))
+        assert "either `file_id`, `file_data` or `file_url`" in await refused(400, filename="a.txt")
+        assert "either `file_id`, `file_data` or `file_url`" in await refused(400, file_id="x", file_data=b64(b"x"))
         assert "not base64" in await refused(400, file_data="data:text/plain;base64,%%")
         assert "must be base64" in await refused(400, file_data="data:text/plain,hello")
         assert "messages of the user" in await refused(400, role="system", file_data=b64(b"x"))
@@ -325,3 +328,124 @@ async def test_the_text_of_a_file_is_the_size_of_its_request(
         messages = [{"role": "user", "content": [part]}]
         reply = await running.client.post("/tokenize", json={"model": "tiny", "messages": messages})
         assert reply.status_code == 200 and sizes[-1] >= 10_000
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Reads PDFs in this process, and keeps what was read."""
+    read_bodies: list[bytes] = []
+
+    async def text_of(self: Any, body: bytes, media_type: str) -> str:
+        read_bodies.append(body)
+        if b"broken" in body:
+            raise UnreadableDocument("It is broken.")
+        return "Ann is 41."
+
+    monkeypatch.setattr(input_files.ReaderProcess, "text", text_of)
+    return read_bodies
+
+
+def with_pdf(body: bytes) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "file", "file": {"file_data": b64(body)}}]}]
+
+
+async def test_nothing_is_read_for_callers_over_their_limits(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = counting(monkeypatch)
+    tier = TierConfig(name="standard", requests_per_minute=2, tokens_per_minute=60)
+    url = settings(tmp_path)["store_url"]
+    database = await open_database(url)
+    identities = IdentityStore(database)
+    await identities.prepare()
+    await identities.create_tenant("acme", tier="standard")
+    key = (await identities.create_key("acme"))[1].text
+    await database.close()
+    more = settings(tmp_path, tiers=(tier,), default_tier="standard")
+    async with serving(long_window(text), **more) as running:
+        keyed = {"authorization": f"Bearer {key}"}
+
+        async def asked(body: bytes, **more: Any) -> Any:
+            about = {"model": "tiny", "messages": with_pdf(body), **more}
+            return await running.client.post("/v1/chat/completions", json=about, headers=keyed)
+
+        unknown = await asked(b"%PDF-1", model="nobody")
+        assert unknown.status_code == 404 and seen == []
+        # The tokens of a file are counted once it is read: here with the answer they are too many.
+        long = await asked(b"%PDF-2", max_tokens=55)
+        assert long.status_code == 400 and "it can never run" in long.json()["error"]["message"] and len(seen) == 1
+        broken = await asked(b"%PDF-broken")
+        assert broken.status_code == 400 and broken.headers.get("x-penstock-reason") != "rate_limit"
+        assert (await asked(b"%PDF-3", max_tokens=2)).status_code == 200 and len(seen) == 3
+        over = await asked(b"%PDF-4", max_tokens=2)
+        assert over.status_code == 429 and over.headers["x-ratelimit-remaining-requests"] == "0" and len(seen) == 3
+        item = {"role": "user", "content": [{"type": "input_file", "file_data": b64(b"%PDF-4")}]}
+        block = {
+            "type": "document",
+            "source": {"type": "base64", "media_type": "application/pdf", "data": b64(b"%PDF-4")},
+        }
+        for path, body in (
+            ("/v1/responses", {"input": [item]}),
+            ("/v1/responses/compact", {"input": [item]}),
+            ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}),
+        ):
+            reply = await running.client.post(path, json={"model": "tiny", **body}, headers=keyed)
+            assert reply.status_code == 429, path
+        assert len(seen) == 3
+        # What is free has the same limits again; storing a file counts as one of them.
+        for _ in range(2):
+            made = await running.client.post("/v1/conversations", json={"items": [item]}, headers=keyed)
+            assert made.status_code == 200, made.text
+        counted = await running.client.post("/tokenize", json={"messages": with_pdf(b"%PDF-5")}, headers=keyed)
+        assert counted.status_code == 429 and len(seen) == 4
+
+
+async def test_a_pdf_is_read_once_by_whoever_sent_it(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = counting(monkeypatch)
+    async with serving(long_window(text), **settings(tmp_path)) as running:
+        replies = await asyncio.gather(*(running.chat(messages=with_pdf(b"%PDF-1")) for _ in range(8)))
+        assert [reply.status_code for reply in replies] == [200] * 8 and len(seen) == 1
+        for _ in range(2):
+            reply = await running.chat(messages=with_pdf(b"%PDF-broken"))
+            assert reply.status_code == 400 and "It is broken." in reply.json()["error"]["message"]
+        assert len(seen) == 2
+        metrics = (await running.client.get("/metrics")).text
+        assert 'penstock_input_file_lookups_total{outcome="hit"} 8' in metrics
+        assert 'penstock_input_file_lookups_total{outcome="miss"} 2' in metrics
+    async with serving(long_window(text), **settings(tmp_path, input_files=InputFilesConfig(cache=0))) as running:
+        for _ in range(2):
+            assert (await running.chat(messages=with_pdf(b"%PDF-1"))).status_code == 200
+        assert len(seen) == 4
+
+
+async def test_files_of_urls(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    web = Web()
+    async with serving(long_window(text), **settings(tmp_path, input_files=web.config)) as running:
+        url = f"{web.url}/people.csv"
+        part: Any = {"type": "file", "file": {"file_url": url}}
+        chat = await running.chat(messages=[{"role": "user", "content": [part]}])
+        assert chat.status_code == 200 and prompt(running, text) == f"<|user|>{SHOWN}<|end|><|assistant|>"
+        async with client_of(running) as client:
+            item: Any = {"role": "user", "content": [{"type": "input_file", "file_url": url, "filename": "p.csv"}]}
+            await client.responses.create(model="tiny", input=[item])
+            assert "File p.csv:\nname,age" in prompt(running, text)
+            item["content"][0]["file_url"] = f"{web.url}/none"
+            with pytest.raises(openai.BadRequestError, match="status 404") as refused:
+                await client.responses.create(model="tiny", input=[item])
+            assert refused.value.code == "file_not_fetched" and refused.value.param == "input[0].content[0].file_url"
+        block: Any = {"type": "document", "source": {"type": "url", "url": url}}
+        turn: Any = {"role": "user", "content": [block]}
+        await claude(running).messages.create(model="tiny", max_tokens=9, messages=[turn])
+        assert "<|user|>people.csv\nname,age" in prompt(running, text)
+        block["source"]["url"] = "https://example.org/x.pdf"
+        with pytest.raises(anthropic.BadRequestError, match=r"not fetched from example\.org"):
+            await claude(running).messages.create(model="tiny", max_tokens=9, messages=[turn])
+        # A tool's becomes a note.
+        use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+        history: Any = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        first: Any = {"role": "user", "content": "hi"}
+        await claude(running).messages.create(model="tiny", max_tokens=50, messages=[first, *history])
+        assert "[a document that is not text" in prompt(running, text)
+    web.close()

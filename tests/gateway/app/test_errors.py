@@ -157,7 +157,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"include_obfuscation": "yes"}}, "stream_options.include_obfuscation"),
     ({"service_tier": "gold"}, "service_tier"),
     ({"metadata": {"a": 1}}, "metadata[...]"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
@@ -298,6 +298,77 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         reply = await gateway.client.get("/v1/files/?a=b", headers={"host": "localhost:1"})
         assert reply.status_code == 307 and reply.headers["location"] == "/v1/files?a=b", "it names no host"
         assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404
+        reply = await gateway.client.get(f"http://127.0.0.1:{gateway.port}//v1//files")
+        assert reply.status_code == 307 and reply.headers["location"] == "/v1/files"
+
+
+async def test_a_wrong_base_url_is_told_apart_from_what_does_not_exist(serving: Serving) -> None:
+    async with serving() as gateway:
+        for sent, meant in (
+            ("/chat/completions", "/v1/chat/completions"),
+            ("/v1/v1/messages", "/v1/messages"),
+            ("/v1/api/chat", "/api/chat"),
+            ("/openai/deployments/tiny/chat/completions", "/v1/chat/completions"),
+        ):
+            reply = await gateway.client.post(sent, json={})
+            message = assert_shape(reply.json())["message"] if "messages" not in sent else reply.text
+            assert reply.status_code == 404 and f"Did you mean {meant}?" in message and "base URL" in message, message
+        for sent in ("/v1/audio/speech", "/" + "a/" * 500 + "models"):
+            assert "listed at /docs" in assert_shape((await gateway.client.post(sent, json={})).json())["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b'{"model": "tiny"', "ends too early, after 16 bytes"),
+        ('{"model": "tiny"}'.encode("utf-16"), "UTF-16"),
+        ('{"model": "tiny"}'.encode("utf-16-be"), "UTF-16"),
+        (b'{"temperature": NaN}', "no NaN"),
+        (b'{"temperature": -Infinity}', "no NaN and no Infinity"),
+        (b'{"stream": True}', "true, false and null"),
+        (b"{'model': 'tiny'}", "double quotes"),
+        (b'{"prompt": "a\nb"}', "written as \\n"),
+        (b'{"prompt": "\\udc00 half of an emoji"}', "Half of a character"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+    ],
+)
+async def test_a_body_that_is_no_json_is_refused_with_what_mends_it(serving: Serving, sent: bytes, words: str) -> None:
+    async with serving() as gateway:
+        reply = await gateway.client.post("/v1/completions", content=sent, headers=JSON)
+        error = assert_shape(reply.json())
+        assert reply.status_code == 400 and error["code"] == "invalid_json" and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "words"),
+    [
+        ("chat/completions", {"messages": [{"role": "User", "content": "hi"}]}, "`assistant`, `developer`, `function`"),
+        ("chat/completions", {"messages": [USER], "service_tier": "gold"}, "use one of `auto`, `default`"),
+        ("responses", {"input": "hi", "truncation": "left"}, "use one of `auto`, `disabled`"),
+        ("responses", {"input": "hi", "text": {"format": {"type": "xml"}}}, "`json_schema`"),
+        ("messages", {"messages": [{"role": "tool", "content": "hi"}], "max_tokens": 1}, "`assistant`"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "input_text"}]}]}, "of type `text`"),
+        ("chat/completions", {"messages": [USER], "web_search_options": {"a": 1}}, "search in the client"),
+        ("chat/completions", {"messages": [USER], "modalities": ["audio"]}, '["text"]'),
+        ("responses", {"input": "hi", "prompt": {"id": "pmpt_1"}}, "as `instructions` and `input`"),
+        ("messages", {"messages": [USER], "max_tokens": 1, "inference_geo": "eu"}, "x-penstock-require: region="),
+    ],
+)
+async def test_what_is_refused_is_refused_with_what_would_do(
+    serving: Serving, path: str, sent: dict[str, Any], words: str
+) -> None:
+    async with serving() as gateway:
+        reply = await gateway.client.post(f"/v1/{path}", json={"model": "tiny", **sent})
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_json(serving: Serving) -> None:
+    """Windows PowerShell and .NET put one in front of UTF-8."""
+    body = json.dumps({"model": "tiny", "messages": [USER], "max_tokens": 1}).encode("utf-8-sig")
+    async with serving() as gateway:
+        assert (await gateway.client.post("/v1/chat/completions", content=body, headers=JSON)).status_code == 200
 
 
 async def test_a_bug_is_a_500_with_the_request_id_and_the_server_goes_on(

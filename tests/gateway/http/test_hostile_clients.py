@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from penstock.gateway.http.head import MOST_HEADERS
 from penstock.gateway.http.listener import Listener
+from penstock.gateway.http.refusal import MOST_HEADERS
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from tests.gateway.conftest import eventually
 from tests.gateway.http.test_listener import POST, Receive, Send, reply, say
@@ -317,7 +317,7 @@ async def test_heads_that_proxies_could_read_in_two_ways_are_refused() -> None:
             (b"505", b"GET / HTTP/0.9\r\nhost: a\r\n\r\n"),
             (b"505", b"GET /\r\n\r\n"),
             (b"505", b"GET / HTTP/2.0\r\nhost: a\r\n\r\n"),
-            (b"400", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+            (b"505", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
             (b"400", b"GET / HTTP/1.1\nhost: a\n\n"),
             (b"400", b"GET / HTTP/1.1\r\nhost : a\r\n\r\n"),
             (b"400", b"GET / HTTP/1.1\r\nhost: a\r\nx-a: b\r\n folded\r\n\r\n"),

@@ -31,7 +31,7 @@ from penstock.bench.stats import percentile
 from penstock.bench.wire import Connection, StatusError, Target, WireError
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
-from penstock.gateway.process.composition import Gateway
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.main import serve
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel

@@ -11,7 +11,9 @@ from penstock.errors import PenstockError
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.app.endpoint import bind
 from penstock.gateway.process import composition
-from penstock.gateway.process.composition import Gateway, compose
+from penstock.gateway.process.composition import compose
+from penstock.gateway.process.endpoints import endpoints_of
+from penstock.gateway.process.gateway import Gateway
 from penstock.gateway.process.request_log import RequestLogOff
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.encoders import Encoders
@@ -88,6 +90,6 @@ async def test_every_endpoint_is_answered_with_and_without_a_store(
     url = f"sqlite:///{tmp_path}/store.db" if stored else None
     async with compose(settings(store_url=url), registry_of(text), Encoders((), ())) as gateway:
         assert isinstance(gateway, Gateway)
-        assert len(bind(ENDPOINTS, gateway.endpoints)) == len(ENDPOINTS)
+        assert len(bind(ENDPOINTS, endpoints_of(gateway))) == len(ENDPOINTS)
         assert isinstance(gateway.request_log, RequestLogOff) == (not stored)
         assert (gateway.batch_runner is None) == (not stored)

@@ -327,7 +327,9 @@ async def test_deliveries_are_tried_again_and_given_up_after_a_while(store_url: 
         assert claimed is not None and claimed[0].attempts == attempts
         await deliveries._deliver(*claimed)
         now[0] += 9.9999
-    assert await store.claim(60.0) is None and not await database.fetch("SELECT 1 FROM webhook_deliveries")
+    assert await store.claim(60.0) is None
+    (kept,) = await store.deliveries("whe_1", 10)
+    assert kept.given_up_at == 1009.9999 and kept.attempts == 2 and kept.shown()["status"] == "given_up"
     assert [headers["webhook-timestamp"] for headers, _ in receiver.got] == ["1000", "1009"]
     assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
     await client.close()
@@ -404,7 +406,7 @@ async def test_places_go_to_those_who_have_none(tmp_path: Path, monkeypatch: pyt
         for number in range(count):
             now[0] += 1
             await database.execute(
-                "INSERT INTO webhook_deliveries VALUES (?, ?, ?, 'batch.failed', 'b', ?, ?, 0)",
+                "INSERT INTO webhook_deliveries VALUES (?, ?, ?, 'batch.failed', 'b', ?, ?, 0, 0)",
                 f"{endpoint}.{number}", endpoint, tenant, now[0], now[0],
             )  # fmt: skip
 

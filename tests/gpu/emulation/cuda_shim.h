@@ -8,7 +8,6 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline)) inline
 #define __constant__ static
 #define __grid_constant__
 #define __launch_bounds__(...)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from penstock.engine.adapters.end_tensors import VIRTUAL
 from penstock.engine.adapters.input_tensors import BLOCKS
 from penstock.engine.adapters.kinds import rules
+from penstock.engine.adapters.kinds.adaption import Adaption
 from penstock.engine.adapters.kinds.butterflies import Butterflies
 from penstock.engine.adapters.kinds.low_rank import LOW_RANK
 from penstock.engine.adapters.kinds.modules import Tensors
@@ -52,6 +53,7 @@ KINDS: Mapping[str, Kind] = {
     **PROMPTS,
     "OFT": Rotations("OFT", rules.OFT),
     "BOFT": Butterflies(),
+    "ADAPTION_PROMPT": Adaption(),
 }
 """Other than LoRA, by `peft_type`."""
 _MADE = tuple(f".{name}" for name in (BLOCKS, FACTOR, ADDED, SCALE, VIRTUAL))

@@ -11,14 +11,9 @@ _FULL = (
     f"{_MERGE}, or write a LoRA that is close to it (peft: save_as_lora)",
 )
 _TURNS = ("it multiplies matrices of the model, which no matrix of low rank stands for", _MERGE)
-_PROMPT = (
-    "it adds attention over learned inputs to layers, or inputs that depend on a task's number",
-    "train a LoRA (peft: LoraConfig), prompt tuning or prefix tuning (peft: PromptTuningConfig, PrefixTuningConfig)",
-)
 _ROUTED = ("it weighs several adapters for every token", "serve its LoRAs one by one")
 _NEW = ("its change of the model is not known here", _MERGE)
 _REFUSED: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT"), _PROMPT),
     **dict.fromkeys(("XLORA", "POLY"), _ROUTED),
     **dict.fromkeys(("HRA", "PSOFT", "ROAD", "HIRA", "BONE"), _TURNS),
     **dict.fromkeys(("FOURIERFT", "WAVEFT", "C3A", "RANDLORA", "SHIRA", "GRALORA", "TINYLORA", "UNILORA"), _FULL),

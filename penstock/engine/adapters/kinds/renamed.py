@@ -118,8 +118,11 @@ def _up_of(module: Module, layout: AdapterLayout) -> str | None:
     if place is not None:
         index, _ = place
         site, before = layout.sites[index], layout.sites[index - 1] if index else None
-        if before is not None and before.gated and not site.experts and site.attribute.endswith("down"):
-            return f"{module.key.removesuffix(site.modules[0])}{before.modules[-1]}"
+        if before is not None and before.gated and site.attribute.endswith("down"):
+            own, up = site.modules[0], before.modules[-1]
+            if site.experts:  # both are below the same expert
+                own, up = own.rpartition(".")[2], up.rpartition(".")[2]
+            return f"{module.key.removesuffix(own)}{up}"
     return None
 
 

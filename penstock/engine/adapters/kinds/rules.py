@@ -101,11 +101,11 @@ BEFT = _rules("BEFT", (), ("init_weights",))
 LN_TUNING = _rules("LN tuning")
 
 
-def _prompt_rules(title: str, *inert: str) -> KeyRules:
+def _prompt_rules(title: str, *inert: str, read: Collection[str] = ()) -> KeyRules:
     """Of virtual tokens: peft's `PromptLearningConfig` has nothing of linears."""
     return KeyRules(
         reader=f"{title} adapters",
-        read={"peft_type", "num_virtual_tokens", "token_dim"},
+        read={"peft_type", "num_virtual_tokens", "token_dim", *read},
         limited={"num_transformer_submodules": (None, 1), "modules_to_save": (None, [])},
         # How the rows came to be: they are stored as they are used.
         inert={*_INERT, "num_attention_heads", "num_layers", *inert},
@@ -125,4 +125,16 @@ CPT = _prompt_rules(
     "CPT", "cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask", "opt_weighted_loss_type", "opt_loss_decay_factor",
     "opt_projection_epsilon", "opt_projection_format_epsilon", "tokenizer_name_or_path",
 )  # fmt: skip
+MULTITASK_PROMPT_TUNING = _prompt_rules(
+    "multitask prompt tuning", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
+    "tokenizer_kwargs", "prompt_tuning_init_state_dict_path", "prompt_tuning_init_task", "num_ranks",
+    read=("num_tasks", "task_id"),
+)  # fmt: skip
+ADAPTION_PROMPT = KeyRules(
+    reader="adaption prompt adapters",
+    read={"peft_type", "adapter_len", "adapter_layers"},
+    # Which modules are wrapped is in the names of tensors.
+    inert={*_INERT, "target_modules"},
+    strict=True,
+)
 TRAINABLE_TOKENS = _rules("trainable token", ("token_indices",), ("init_weights",))

@@ -14,6 +14,13 @@ from penstock.engine.backends.cpu.native_ops import NativeOps
 class ElementwiseOps(NativeOps):
     """See `Ops`."""
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        # PyTorch computes the last few numbers of a tensor in another way than those before them.
+        return torch.cat([row.sigmoid() for row in torch.split(x, 1)]) if self.batch_invariant else x.sigmoid()
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * self.sigmoid(gate)
+
     def widen(self, x: Tensor) -> Tensor:
         need_contiguous(x, "x")
         out = torch.empty_like(x, dtype=torch.float32)

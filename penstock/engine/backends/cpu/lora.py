@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
@@ -18,6 +19,7 @@ from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.adapters.vectors import Vectors
+from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
 
@@ -38,6 +40,8 @@ class CpuLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.adaption: AdaptionBank | None = None
+        self.visits: VisitBank | None = None
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -67,6 +71,10 @@ class CpuLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.adaption is not None:
+            self.adaption.put(slot, adapter.adaption)
+        if self.visits is not None:
+            self.visits.put(slot, adapter.visits)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
@@ -84,6 +92,10 @@ class CpuLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.adaption is not None:
+            self.adaption.begin(slots)
+        if self.visits is not None:
+            self.visits.begin()
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.backends.cpu.native import Handle
-from penstock.engine.backends.interface import AnyLink
+from penstock.engine.backends.interface import Link
 from penstock.engine.backends.reference.mixers import PlainMixers
 
 
@@ -18,7 +18,7 @@ class NativeOps(PlainMixers):
         self.batch_invariant = False
         self._ctx = handle.pointer
 
-    def chain(self, links: Sequence[AnyLink]) -> None:
+    def chain(self, links: Sequence[Link]) -> None:
         """See `Ops`: there is no such kernel here."""
 
     @property

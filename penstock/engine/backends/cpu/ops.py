@@ -23,7 +23,8 @@ from penstock.engine.backends.interface import (
     MambaWeights,
     StateBatch,
 )
-from penstock.engine.backends.reference import delta
+from penstock.engine.backends.reference import delta, mamba
+from penstock.engine.backends.reference.single_tokens import one_by_one
 
 
 class CpuOps(AttentionOps, ElementwiseOps, SamplingOps):
@@ -44,7 +45,13 @@ class CpuOps(AttentionOps, ElementwiseOps, SamplingOps):
     ) -> Tensor:
         if batch.states is None:
             raise NotRecordableError("gated delta nets are not recorded")
-        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache, self._delta_step)
+
+        def layer(parts: list[Tensor], batch: AttentionBatch, conv: Tensor, state: Tensor) -> Tensor:
+            return delta.delta_net(parts[0], parts[1], layout, weights, batch, conv, state, self._delta_step)
+
+        if self.batch_invariant:
+            return one_by_one(layer, [projected, gates], batch, conv_cache, state_cache)
+        return layer([projected, gates], batch, conv_cache, state_cache)
 
     def _delta_step(self, heads: delta.Heads, at: Tensor, states: StateBatch, cache: Tensor, out: Tensor) -> None:
         """See `delta.Step`."""
@@ -69,4 +76,10 @@ class CpuOps(AttentionOps, ElementwiseOps, SamplingOps):
     ) -> Tensor:
         if batch.states is None:
             raise NotRecordableError("Mamba layers are not recorded")
-        return super().mamba(projected, layout, weights, batch, conv_cache, state_cache)
+
+        def layer(parts: list[Tensor], batch: AttentionBatch, conv: Tensor, state: Tensor) -> Tensor:
+            return mamba.mamba(parts[0], layout, weights, batch, conv, state)
+
+        if self.batch_invariant:
+            return one_by_one(layer, [projected], batch, conv_cache, state_cache)
+        return layer([projected], batch, conv_cache, state_cache)

@@ -4,7 +4,7 @@ Those in integers are in `expert_integers`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -18,7 +18,6 @@ from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
 from penstock.engine.backends.cuda.kernels.moe_plan import FewPairs, Plan
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments, fragments, stacked
-from penstock.engine.backends.cuda.kernels.mxfp4_rows import Mxfp4Rows, rows_of
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation
@@ -101,14 +100,6 @@ class PackedStack:
 
     stack: Mxfp4Fragments
     bias: Tensor | None
-    _rows: list[Mxfp4Rows] = field(default_factory=list, repr=False, compare=False)
-
-    @property
-    def rows(self) -> Mxfp4Rows:
-        """The same weights for a chain of products, made when they are first asked for: once more the memory."""
-        if not self._rows:
-            self._rows.append(rows_of(self.stack))
-        return self._rows[0]
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -159,10 +150,7 @@ class PackedStack:
 
     def put(self, index: int, linear: Linear) -> None:
         assert isinstance(linear, Mxfp4Linear)
-        matrix = fragments(linear.weight, paired=self.stack.paired)
-        self.stack.put(index, matrix)
-        for rows in self._rows:
-            rows.put(index, matrix)
+        self.stack.put(index, fragments(linear.weight, paired=self.stack.paired))
         if self.bias is not None and linear.bias is not None:
             self.bias[index].copy_(linear.bias)
 

@@ -10,7 +10,6 @@ launch shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from penstock.engine.backends.cuda.kernels.moe_one import Matrices, Visits
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
 from penstock.engine.backends.cuda.linear import CudaLinear
-from penstock.engine.backends.interface import Activation, AnyLink, ClampedSwiglu, ExpertChoice, ExpertLinks, Ops
+from penstock.engine.backends.interface import Activation, Ops
 from penstock.engine.models.layers.experts import (
     Additions,
     ExpertMlp,
@@ -95,10 +94,6 @@ class GroupedExpertMlp:
         """See `FusedFeedForward`; for one token."""
         return _one_token(self, residual, norm=norm, eps=eps)
 
-    def links(self, norm: Tensor, eps: float) -> Sequence[AnyLink]:
-        """See `ChainedFeedForward`."""
-        return _links(self, norm, eps)
-
     def leaving_sums(self) -> GroupedExpertMlp:
         """See `SummedByNorm`."""
         return replace(self, leaves_sums=self.slots is None)
@@ -154,11 +149,15 @@ class GroupedExpertMlp:
         if self.router.weight_inputs:
             each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
         of = self.counters, self.ops.batch_invariant
-        inner = self.gate_up.product(each[order], schedule, top_k, None, None, *of)
-        added.gate_up(each, inner)
-        inner = gated(self.ops, self.activation, inner)
-        pairs = self.down.product(inner[order], schedule, top_k, None, late, *of)
-        added.down(inner, pairs, weights=late)
+
+        def gate_up(rows: Tensor) -> Tensor:
+            return self.gate_up.product(rows[order], schedule, top_k, None, None, *of)
+
+        def down(rows: Tensor) -> Tensor:
+            return self.down.product(rows[order], schedule, top_k, None, late, *of)
+
+        inner = gated(self.ops, self.activation, added.gate_up(each, gate_up))
+        pairs = added.down(inner, down, weights=late)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
@@ -210,10 +209,6 @@ class FusedSharedAndRouted(SharedAndRouted):
         """See `FusedFeedForward`; for one token."""
         routed: Any = self.routed
         return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
-
-    def links(self, norm: Tensor, eps: float) -> Sequence[AnyLink]:
-        """See `ChainedFeedForward`."""
-        return _links(self.routed, norm, eps, self.shared, self.gate) if self.fuses else ()
 
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
@@ -277,47 +272,6 @@ def _one_token(
     return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
 
 
-def _chained(stack: Stack | PackedStack) -> tuple[Tensor, Tensor | None]:
-    """Weights and scales as a chain reads them."""
-    return (stack.rows.units, stack.rows.scale) if isinstance(stack, PackedStack) else (stack.weight, stack.scale)
-
-
-def _links(
-    routed: Any, norm: Tensor, eps: float, shared: GatedMlp | None = None, shared_gate: Linear | None = None
-) -> Sequence[AnyLink]:
-    """The same as a part of a chain; none where chains do not read its weights, or have no such gate."""
-    router: Any = routed.router.linear
-    gate_up, down, choice, activation = routed.gate_up, routed.down, routed.choice, routed.activation
-    clamped = activation if isinstance(activation, ClampedSwiglu) else None
-    packed = isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
-    plain = isinstance(gate_up, Stack) and isinstance(down, Stack) and clamped is None
-    fits = routed.fuses and not routed.router.weight_inputs and (clamped is not None or activation == "silu")
-    # What is in MXFP4 is laid out once more for chains: not where there are none.
-    if not fits or not (plain or (packed and getattr(routed.ops, "chains", False))):
-        return ()
-    first, second = (_chained(stack) for stack in (gate_up, down))
-    up: Any = None if shared is None else shared.gate_up
-    out: Any = None if shared is None else shared.down
-    gate: Any = shared_gate
-    return (
-        ExpertLinks(
-            ExpertChoice(
-                choice.top_k, choice.normalize, choice.sigmoid, choice.bias, choice.groups, choice.top_groups,
-                choice.best_two, choice.scale,
-            ),
-            router.weight, router.bias, *first, *second, norm, eps,
-            shared_gate_up=None if shared is None else up.weight,
-            shared_gate_up_scale=None if shared is None else up.scale,
-            shared_down=None if shared is None else out.weight,
-            shared_down_scale=None if shared is None else out.scale,
-            shared_gate=None if gate is None else gate.weight,
-            gate_up_bias=gate_up.bias,
-            down_bias=down.bias,
-            clamped=clamped,
-        ),
-    )  # fmt: skip
-
-
 def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     """The same in MXFP4."""
     router: Any = routed.router.linear
@@ -363,7 +317,7 @@ def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> F
     joined = plain and isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
     if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
-    return FusedSharedAndRouted(routed, shared, gate, joined)
+    return FusedSharedAndRouted(routed, shared, gate, joined=joined)
 
 
 def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -> bool:

@@ -5,10 +5,10 @@ the linear's own (`inline_lora`). Other decode steps: two launches on a second s
 what follows adds both results (`addends`). Prompts: the same two launches behind the linear, into its output.
 
 The two launches go over tiles of tokens that share a slot (`adapters.tiles`): `shrink` multiplies by A, cut along the
-input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. All slots
-lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured graph
-serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early
-return.
+input so that few tokens still keep the chip reading, `expand` adds up those partial sums and multiplies by B. Neither
+starts early: thousands of programs that wait for the products with A would keep the linear beside them from running.
+All slots lie in one buffer of fixed stride; what a slot holds, its rank included, is read in the kernel, so a captured
+graph serves any adapters. A tile of no tokens, or a site that its adapter does not touch, costs an early return.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
@@ -31,9 +32,12 @@ from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.adapters.vectors import Vectors
+from penstock.engine.adapters.visits import VisitBank
+from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
+from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
 from penstock.engine.backends.cuda.kernels.tiled_lora import (
     column_kernel,
@@ -46,6 +50,7 @@ from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
+IN_GATE = trials.is_on(trials.LORA_IN_GATE)
 ALL_PARTS = 7
 """See `LoadedAdapter.parts`."""
 
@@ -93,6 +98,8 @@ class TritonLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.adaption: AdaptionBank | None = None
+        self.visits: VisitBank | None = None
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -125,6 +132,10 @@ class TritonLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.adaption is not None:
+            self.adaption.put(slot, adapter.adaption)
+        if self.visits is not None:
+            self.visits.put(slot, adapter.visits)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -145,6 +156,10 @@ class TritonLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.adaption is not None:
+            self.adaption.begin(slots)
+        if self.visits is not None:
+            self.visits.begin()
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -159,7 +174,8 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
-        for bank in (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes):
+        banks = (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes, self.adaption)
+        for bank in (*banks, self.visits):
             if bank is not None:
                 bank.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
@@ -211,7 +227,7 @@ class TritonLora:
             inputs=site.inputs,
         )
 
-    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
+    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends | UngatedSums:
         step = self._step
         assert step is not None
         # Launched from the host, a second stream would gain nothing; vectors scale the sum, so it must be there.
@@ -220,20 +236,45 @@ class TritonLora:
             self.add(x, y, placed)
             return y
         # Everything is allocated on the stream that joins both, and kept until then.
-        delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
         sums = self._partial(x, placed)
-        ranks = self._tiled(step)[2]
+        ranks = self._tiled(step)[2][placed.index]
+        if IN_GATE and placed.site.attribute == "gate_up" and len(set(placed.site.sizes)) == 1:
+            y = self._at_once(lambda: self._shrink(x, sums, placed), lambda: base(x))
+            return self._ungated(step, placed, y, sums, ranks)
+        delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
+        y = self._at_once(lambda: self._launch(x, sums, delta, placed, add=False), lambda: base(x))
+        return Addends(y, delta, ranks)
+
+    def _at_once(self, aside: Callable[[], None], base: Callable[[], Tensor]) -> Tensor:
+        """What `base` gives; `aside` is launched on the second stream."""
         if self._side is None:
-            self._launch(x, sums, delta, placed, add=False)
-            y = base(x)
-        else:
-            stream = torch.cuda.current_stream(x.device)
-            self._side.wait_stream(stream)
-            with torch.cuda.stream(self._side):
-                self._launch(x, sums, delta, placed, add=False)
-            y = base(x)
-            stream.wait_stream(self._side)
-        return Addends(y, delta, ranks[placed.index])
+            aside()
+            return base()
+        stream = torch.cuda.current_stream(self._bank.device)
+        self._side.wait_stream(stream)
+        with torch.cuda.stream(self._side):
+            aside()
+        y = base()
+        stream.wait_stream(self._side)
+        return y
+
+    def _ungated(self, step: _Step, placed: PlacedSite, y: Tensor, sums: Tensor, ranks: Tensor) -> UngatedSums:
+        slots, tile_ranks, tile_tokens = self._where(step, placed)
+        return UngatedSums(
+            y,
+            sums,
+            self._bank,
+            slots,
+            tile_ranks,
+            tile_tokens,
+            ranks,
+            start=placed.start,
+            inputs=placed.site.inputs,
+            rank=self._rank,
+            tiles=step.tiles,
+            block=step.block,
+            precision=self._precision,
+        )
 
     @property
     def token_slots(self) -> Tensor:
@@ -343,6 +384,10 @@ class TritonLora:
         tile_tokens, tile_ranks, _ = self._tiled(step)
         return step.slots, tile_ranks[placed.index], tile_tokens
 
+    @property
+    def _precision(self) -> str:
+        return "ieee" if self._bank.dtype == torch.float32 else "tf32"
+
     def _common(self, step: _Step, site: Site, splits: int) -> dict[str, Any]:
         return {
             "K": site.inputs,
@@ -350,7 +395,7 @@ class TritonLora:
             "R": self._rank,
             "BLOCK_M": step.block,
             "SPLITS": splits,
-            "PRECISION": "ieee" if self._bank.dtype == torch.float32 else "tf32",
+            "PRECISION": self._precision,
         }
 
     def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
@@ -379,7 +424,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
-            branches=True,
+            in_order=True,
             **self._common(step, site, splits),
         )
 
@@ -408,6 +453,7 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
+            in_order=True,
             **self._common(step, site, splits),
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda import trials
+from penstock.engine.backends.cuda.chains import Chains
 from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
@@ -31,15 +31,16 @@ from penstock.engine.backends.cuda.kernels import (
     masks,
     norm,
     prefill,
-    product_chain,
     rope,
     row_norm,
     sampler,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
+from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums, gate_mul
+from penstock.engine.backends.cuda.kernels.product_chain import ProductChain
 from penstock.engine.backends.interface import (
-    AnyLink,
     AttentionBatch,
+    ClampedSwiglu,
     DeltaLayout,
     DeltaWeights,
     HeadLayout,
@@ -47,6 +48,7 @@ from penstock.engine.backends.interface import (
     LatentAdditions,
     LatentLayout,
     LatentWeights,
+    Link,
     LinkedProducts,
     MambaLayout,
     MambaWeights,
@@ -77,11 +79,8 @@ class TritonOps:
             self.processors = 132
         self.batch_invariant = False
         """One launch shape for any number of sequences; see `Ops`."""
-        self.chains = trials.one_token_in_chains() and product_chain.available(device)
-        """Whether steps of one token compute the products between two attentions in one launch."""
+        self._chains = Chains(device, ProductChain)
         self.hopper_prefill = _load_hopper_prefill(device)
-        self._chain_counter: Tensor | None = None
-        """Of the chains of this engine, which run one after another; another engine of the process has its own."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -109,21 +108,23 @@ class TritonOps:
     def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
         norm.centre(residual, added, pdl=self.pdl)
 
-    def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
+    def silu_mul(self, gate_up: Tensor | Addends | UngatedSums) -> Tensor:
+        if isinstance(gate_up, UngatedSums):
+            return gate_mul(gate_up, "silu", pdl=self.pdl)
         return activation.silu_mul(gate_up, pdl=self.pdl)
 
-    def gelu_mul(self, gate_up: Tensor | Addends) -> Tensor:
+    def gelu_mul(self, gate_up: Tensor | Addends | UngatedSums) -> Tensor:
+        if isinstance(gate_up, UngatedSums):
+            return gate_mul(gate_up, "gelu_tanh", pdl=self.pdl)
         return activation.gelu_mul(gate_up, pdl=self.pdl)
 
-    def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
+    def clamped_swiglu(self, gate_up: Tensor | Addends | UngatedSums, alpha: float, limit: float) -> Tensor:
+        if isinstance(gate_up, UngatedSums):
+            return gate_mul(gate_up, ClampedSwiglu(alpha, limit), pdl=self.pdl)
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
-    def chain(self, links: Sequence[AnyLink]) -> LinkedProducts | None:
-        if not self.chains or self.batch_invariant or not product_chain.applies(links, self.device):
-            return None
-        if self._chain_counter is None:
-            self._chain_counter = product_chain.new_counter(self.device)
-        return product_chain.ProductChain(links, counter=self._chain_counter)
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
+        return None if self.batch_invariant else self._chains.of(links)
 
     def norm_rows(
         self,
@@ -232,6 +233,8 @@ class TritonOps:
         if not tokens:
             return out
         fixed = self.batch_invariant and decodes == tokens  # steps always are; warm-up measures prompts too
+        if added is not None:
+            added.scale(q.view(tokens, layout.heads, -1)[..., : layout.plain])
         query = latent_query.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, fixed=fixed, pdl=self.pdl)
         if added is not None:
             added.queries(q.view(tokens, layout.heads, -1)[..., : layout.plain], query[..., : layout.latent])
@@ -248,6 +251,8 @@ class TritonOps:
         if batch.context_lens.shape[0] > decodes:
             tile = latent_prefill.choose(layout, q.element_size())
             latent_prefill.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        if added is not None:
+            added.turn(seen)
         latent_values.values_of(seen, layout, weights, out, pdl=self.pdl)
         if added is not None:
             added.values(seen, out.view(tokens, layout.heads, -1))
@@ -276,16 +281,24 @@ class TritonOps:
             )
             seen = torch.empty((count, layout.heads, layout.latent), dtype=query.dtype, device=query.device)
             latent_decode.decode(query[part], layout, weights, few, cache, scales, shape, seen=seen, pdl=self.pdl)
-            latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
             if every is not None:
                 every[part] = seen
+            else:
+                latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
         if added is not None and every is not None:
+            added.turn(every)
+            for begin in range(0, len(every), step):
+                part = slice(begin, begin + step)
+                latent_values.values_of(every[part], layout, weights, out[part], fixed=True, pdl=self.pdl)
             added.values(every, out.view(len(out), layout.heads, -1))
 
     def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Any, Tensor]:
         if isinstance(qkv, Addends):
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
         return head_gate.split(qkv, layout)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)

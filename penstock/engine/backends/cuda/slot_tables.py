@@ -19,6 +19,7 @@ from penstock.engine.adapters.vectors import SiteVectors
 from penstock.engine.backends.cuda.kernels import norm
 from penstock.engine.backends.cuda.kernels.alter import alter
 from penstock.engine.backends.cuda.kernels.own_gains import OwnGains
+from penstock.engine.models.layers.forwarder import Forwarder
 
 
 class SlotTables:
@@ -113,17 +114,12 @@ class NormTable(SlotTables):
         return OwnGains(self._bank, self._held, self.token_slots, found[0], found[1])
 
 
-class NormTableOps:
+class NormTableOps(Forwarder):
     """Operations whose norms have the gains of each token's adapter; see `ActivationOps`."""
 
     def __init__(self, base: Any, table: NormTable) -> None:
-        self._base = base
+        super().__init__(base)
         self._table = table
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # of a copy that is not whole yet
-        return getattr(self._base, name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NormTableOps) and self._base == other._base and self._table is other._table

@@ -1,7 +1,8 @@
 """Variants that no device has been timed with yet. Each is off unless an environment variable says otherwise.
 
 A trial ends with its measurement: it becomes the rule or goes, and its variable with it. What decides on each is in
-`docs/results/h200-kernels.md`. They are read when the process starts and hold for the whole of it.
+`docs/results/h200-kernels.md`, or `adapters.md` beside it. They are read when the process starts and hold for the whole
+of it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,10 @@ from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-GATHER_16BIT = "PENSTOCK_GATHER_16BIT"
-"""Keys and values of 16-bit caches are gathered for long chunks, as those of quantized caches are."""
-WIDE_COPIES = "PENSTOCK_WIDE_COPIES"
-"""Eight cache blocks that lie one behind the other are fetched in two copies instead of sixteen."""
 CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
 """Captured prompt steps over quantized caches gather keys too, where contexts are short."""
-
-ONE_TOKEN = "PENSTOCK_ONE_TOKEN"
-"""How steps of one token compute the products between two attentions: `chain`, in one launch, or `launches`."""
+LORA_IN_GATE = "PENSTOCK_LORA_IN_GATE"
+"""In decode steps of many tokens the gate multiplies by B of its adapters, in the same launch."""
 
 
 def is_on(variable: str) -> bool:
@@ -32,12 +28,3 @@ def is_on(variable: str) -> bool:
     if value == "1":
         log.warning("%s is on: a variant that no device has been timed with", variable)
     return value == "1"
-
-
-def one_token_in_chains() -> bool:
-    value = os.environ.get(ONE_TOKEN, "") or "launches"
-    if value not in ("launches", "chain"):
-        raise ConfigError(f"{ONE_TOKEN}: {value!r} must be chain (tried) or launches (not)")
-    if value == "chain":
-        log.warning("%s is chain: a variant that no device has been timed with", ONE_TOKEN)
-    return value == "chain"

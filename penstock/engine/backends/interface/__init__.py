@@ -54,8 +54,7 @@ from penstock.engine.backends.interface.dtypes import (
     KVScales,
     torch_dtype,
 )
-from penstock.engine.backends.interface.expert_links import ExpertChoice, ExpertLinks
-from penstock.engine.backends.interface.links import AnyLink, Link, apply_links
+from penstock.engine.backends.interface.links import Link, apply_links
 from penstock.engine.backends.interface.operations import LinkedProducts, Ops
 from penstock.engine.backends.interface.recurrence import (
     DeltaLayout,
@@ -74,7 +73,6 @@ __all__ = [
     "SCALE_DTYPE",
     "Activation",
     "ActivationOps",
-    "AnyLink",
     "AttentionBatch",
     "AttentionOps",
     "ClampedSwiglu",
@@ -83,8 +81,6 @@ __all__ = [
     "DeltaWeights",
     "DeviceAccess",
     "DeviceMemory",
-    "ExpertChoice",
-    "ExpertLinks",
     "Floats",
     "Followers",
     "HeadLayout",

@@ -75,11 +75,19 @@ class LatentWeights(NamedTuple):
 
 
 class LatentAdditions(Protocol):
-    """What is added where latents are made into keys and values: the adapters of a step's tokens. In place; numbers of
-    a row follow each other, and rows of a token lie equally far apart."""
+    """What is added where latents are made into keys and values: the adapters of a step's tokens. In place, in this
+    order; numbers of a row follow each other, and rows of a token lie equally far apart."""
+
+    def scale(self, plain: Tensor) -> None:
+        """Before anything is made of queries: [T, heads, plain]."""
+        ...
 
     def queries(self, plain: Tensor, made: Tensor) -> None:
         """To queries in the space of latents [T, heads, latent], made of `plain` [T, heads, plain]."""
+        ...
+
+    def turn(self, seen: Tensor) -> None:
+        """Before values are made of the latents that heads have seen: [T, heads, latent]."""
         ...
 
     def values(self, seen: Tensor, made: Tensor) -> None:

@@ -1,8 +1,7 @@
 """A chain of products of one token, each of which reads what the one before it wrote, and what it computes.
 
-This is the part of a decoder between two attentions: the attention's output projection, the MLP or a layer of experts
-(`expert_links`), and the projection of the next layer. A backend may compute a chain in one launch; `apply_links` says
-what the result is.
+This is the part of a decoder between two attentions: the attention's output projection, the MLP and the projection of
+the next layer. A backend may compute a chain in one launch; `apply_links` says what the result is.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from penstock.engine.backends.interface.expert_links import ExpertLinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +41,12 @@ class Link:
         return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
 
-AnyLink = Link | ExpertLinks
-
-
-def apply_links(links: Sequence[AnyLink], x: Tensor, residual: Tensor) -> Tensor | None:
+def apply_links(links: Sequence[Link], x: Tensor, residual: Tensor) -> Tensor | None:
     """Products of `x` [1, K] one after another; `residual` [1, hidden] is changed in place. Returns the output of the
     last link, if it has one. Sums are float32; outputs and normalized inputs are rounded to the type of `x`, the
     residual stream to its own."""
     dtype, out = x.dtype, x
     for link in links:
-        if isinstance(link, ExpertLinks):
-            link.apply(residual, dtype)
-            continue
         if link.norm is not None:
             wide = residual.float()
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + link.eps)
@@ -72,5 +63,4 @@ def apply_links(links: Sequence[AnyLink], x: Tensor, residual: Tensor) -> Tensor
             residual.copy_(residual.float() + y)
         else:
             out = y.to(dtype)
-    last = links[-1]
-    return None if isinstance(last, ExpertLinks) or last.residual else out
+    return None if links[-1].residual else out

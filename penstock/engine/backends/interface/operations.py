@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import AttentionOps
-from penstock.engine.backends.interface.links import AnyLink
+from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps
 
@@ -36,6 +36,10 @@ class Ops(ActivationOps, AttentionOps, RecurrentOps, SamplingOps, Protocol):
         """`x` [T, hidden] in float32; a new tensor."""
         ...
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of every number of `x` [T, n]; a new tensor."""
+        ...
+
     def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
         """Write the rows of `x` [T, n] to rows `at` (int64 [T]) of `table` [rows, n], or to its first; in its dtype."""
         ...
@@ -57,7 +61,7 @@ class Ops(ActivationOps, AttentionOps, RecurrentOps, SamplingOps, Protocol):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
-    def chain(self, links: Sequence[AnyLink]) -> LinkedProducts | None:
+    def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         """What computes these products of one token in one launch; None where there is no kernel for it. Its programs
         wait for each other: no other launch of this kind may be on the device at the same time."""
         ...

@@ -76,6 +76,7 @@ def with_additions(
     plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
     tokens, decodes = q.shape[0], batch.num_decodes
     runs = [slice(i, i + 1) for i in range(tokens)] if alone else [slice(0, tokens)]
+    added.scale(plain)
     queries = q.new_empty(tokens, layout.heads, layout.latent)
     for run in runs:
         queries[run] = torch.bmm(plain[run].transpose(0, 1), weights.up[:, : layout.plain]).transpose(0, 1)
@@ -92,6 +93,7 @@ def with_additions(
         table = batch.block_tables[batch.rows[i], : -(-contexts[i] // cache.shape[1])]
         latents = gather(cache, scales, table, q.dtype)[: contexts[i]]
         seen[new] = _attend_absorbed(absorbed[new], layout, latents)
+    added.turn(seen)
     out = q.new_empty(tokens, layout.heads, layout.value)
     for run in runs:
         out[run] = values_of(seen[run], layout, weights)

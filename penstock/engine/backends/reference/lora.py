@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.head_norms import HeadNormBank
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
@@ -17,6 +18,7 @@ from penstock.engine.adapters.prefixes import PrefixBank
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.adapters.vectors import Vectors
+from penstock.engine.adapters.visits import VisitBank
 
 _BLOCK = 1 << 30
 """Tokens per tile: all that share a slot."""
@@ -32,6 +34,8 @@ class ReferenceLora:
         self.head_norms: HeadNormBank | None = None
         self.inputs: InputBank | None = None
         self.prefixes: PrefixBank | None = None
+        self.adaption: AdaptionBank | None = None
+        self.visits: VisitBank | None = None
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -52,6 +56,10 @@ class ReferenceLora:
             self.inputs.put(slot, adapter.inputs)
         if self.prefixes is not None:
             self.prefixes.put(slot, adapter.prefix)
+        if self.adaption is not None:
+            self.adaption.put(slot, adapter.adaption)
+        if self.visits is not None:
+            self.visits.put(slot, adapter.visits)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
@@ -68,6 +76,10 @@ class ReferenceLora:
             self.inputs.begin(slots)
         if self.prefixes is not None:
             self.prefixes.begin(slots)
+        if self.adaption is not None:
+            self.adaption.begin(slots)
+        if self.visits is not None:
+            self.visits.begin()
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [

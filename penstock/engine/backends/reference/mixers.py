@@ -38,6 +38,9 @@ class PlainMixers:
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
 

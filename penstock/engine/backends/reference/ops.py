@@ -18,11 +18,11 @@ from penstock.engine.backends.interface import (
     FP8_MAX,
     INT8,
     INT8_MAX,
-    AnyLink,
     AttentionBatch,
     HeadLayout,
     KeySmoothing,
     KVScales,
+    Link,
     OverRanks,
 )
 from penstock.engine.backends.reference import filters, masks
@@ -84,7 +84,7 @@ class ReferenceOps(PlainMixers):
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
-    def chain(self, links: Sequence[AnyLink]) -> None:
+    def chain(self, links: Sequence[Link]) -> None:
         """See `Ops`: products are separate here."""
 
     def norm_rows(

@@ -62,11 +62,6 @@ class Attention:
         return self.qkv, self.output
 
     @property
-    def entry(self) -> Linear:
-        """See `ChainedMixer`."""
-        return self.qkv
-
-    @property
     def weight_bytes(self) -> int:
         return self.qkv.weight_bytes + self.output.weight_bytes
 

@@ -42,10 +42,12 @@ class GatedDeltaNet:
         return RecurrentState(layout.v_heads, layout.k_dim, layout.v_dim, layout.channels, layout.conv, self.dtype)
 
     def forward(self, x: Any, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
-        mixed = self.mix(x)
+        projected = self.mix(x)
         if self.gates is None:
-            return self.output(self.attend(mixed, batch, cache))
-        return self.output(self._mixed(mixed, self.gates(x), batch, cache))
+            projected, gates = projected[:, : self.layout.width], projected[:, self.layout.width :]
+        else:
+            gates = self.gates(x)
+        return self.output(self._mixed(projected, gates, batch, cache))
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
         """See `FusedMixer`; for linears that are `FusedLinear`."""
@@ -53,21 +55,13 @@ class GatedDeltaNet:
         gates: Any = self.gates
         output: Any = self.output
         if gates is None:
-            mixed = self.attend(mix.fused(residual, norm=norm, eps=eps), batch, cache)
+            both = mix.fused(residual, norm=norm, eps=eps)
+            projected, gated = both[:, : self.layout.width], both[:, self.layout.width :]
         else:
             x = self.delta_ops.rms_norm(residual, norm, eps)
-            mixed = self._mixed(mix.fused(x), gates.fused(x), batch, cache)
-        out: Tensor = output.fused(mixed, residual=residual)
+            projected, gated = mix.fused(x), gates.fused(x)
+        out: Tensor = output.fused(self._mixed(projected, gated, batch, cache), residual=residual)
         return out
-
-    @property
-    def entry(self) -> Linear | None:
-        """See `ChainedMixer`."""
-        return self.mix if self.gates is None else None
-
-    def attend(self, mixed: Tensor, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
-        """See `ChainedMixer`; where the gates are the last rows of `mix`."""
-        return self._mixed(mixed[:, : self.layout.width], mixed[:, self.layout.width :], batch, cache)
 
     def _mixed(self, projected: Tensor, gates: Tensor, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
         return self.delta_ops.delta_net(projected, gates, self.layout, self.weights, batch, cache.conv, cache.state)

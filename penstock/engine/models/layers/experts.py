@@ -41,11 +41,13 @@ class Router:
     group_score: GroupScore = "best"
     scale: float = 1.0
     weight_inputs: bool = False
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    """See `Ops.sigmoid`."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         logits = self.linear(x).float()
-        scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+        scores = self.sigmoid(logits) if self.scoring == "sigmoid" else logits.softmax(-1)
         if self.bias is None and self.groups == 1 and self.scoring == "softmax":
             weights, experts = scores.topk(self.top_k, dim=-1)
         elif self.bias is None and self.groups == 1:
@@ -129,16 +131,23 @@ class ExpertSource:
 
 
 class Additions(Protocol):
-    """What is added to the outputs of experts' linears: the adapters of the tokens that visit them.
+    """What is added to experts' linears: the adapters of the tokens that visit them.
 
-    `x` is what the linears read and `y` what they gave, a row for each visit; `pairs` [rows] says of which pair of
-    token and choice (`t * top_k + i`), None: row by row of all pairs. In place.
+    `x` is what the linears read, a row for each visit, and `base` what they make of such rows; it may be called again
+    with others. `pairs` [rows] says of which pair of token and choice (`t * top_k + i`), None: row by row of all pairs.
+    Returns what base(x) is with adapters.
     """
 
-    def gate_up(self, x: Tensor, y: Tensor, pairs: Tensor | None = None) -> None: ...
+    def gate_up(self, x: Tensor, base: Callable[[Tensor], Tensor], pairs: Tensor | None = None) -> Tensor: ...
 
-    def down(self, x: Tensor, y: Tensor, pairs: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """`weights`: float32, by which outputs have been multiplied already."""
+    def down(
+        self,
+        x: Tensor,
+        base: Callable[[Tensor], Tensor],
+        pairs: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """`weights`: float32, by which `base` multiplies outputs."""
         ...
 
 
@@ -225,14 +234,17 @@ class ExpertMlp:
         first = self.experts[0]
         visited = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
         sizes = [count for _, count in visited]
-        runs = zip(visited, torch.split(inputs, sizes), strict=True)
-        inner = torch.cat([expert.gate_up(run) for (expert, _), run in runs])
-        added.gate_up(inputs, inner, pairs)
-        inner = gated(first.ops, first.activation, inner)
-        runs = zip(visited, torch.split(inner, sizes), strict=True)
-        outputs = torch.cat([expert.down(run) for (expert, _), run in runs])
-        added.down(inner, outputs, pairs)
-        return outputs
+
+        def gate_up(rows: Tensor) -> Tensor:
+            runs = zip(visited, torch.split(rows, sizes), strict=True)
+            return torch.cat([expert.gate_up(run) for (expert, _), run in runs])
+
+        def down(rows: Tensor) -> Tensor:
+            runs = zip(visited, torch.split(rows, sizes), strict=True)
+            return torch.cat([expert.down(run) for (expert, _), run in runs])
+
+        inner = gated(first.ops, first.activation, added.gate_up(inputs, gate_up, pairs))
+        return added.down(inner, down, pairs)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         self.experts[slot] = expert
@@ -247,6 +259,8 @@ class SharedAndRouted:
     shared: GatedMlp
     gate: Linear | None = None
     """One number per token, whose sigmoid the shared expert's output is multiplied by."""
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    """See `Ops.sigmoid`."""
 
     @property
     def ops(self) -> ActivationOps:
@@ -271,7 +285,7 @@ class SharedAndRouted:
         # The shared expert first: experts may write over their input.
         shared = self.shared.forward(x)
         if self.gate is not None:
-            shared = shared * torch.sigmoid(self.gate(x))
+            shared = shared * self.sigmoid(self.gate(x))
         return self.routed.forward(x) + shared
 
 

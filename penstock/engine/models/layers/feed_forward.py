@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps, AnyLink, ClampedSwiglu
+from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu, Link
 from penstock.engine.models.layers.linear import ChainedLinear, InlineLinear, Linear
 
 
@@ -51,7 +51,7 @@ class FusedFeedForward(FeedForward, Protocol):
 class ChainedFeedForward(FusedFeedForward, Protocol):
     """One whose products can be links of a chain; see `Ops.chain`."""
 
-    def links(self, norm: Tensor, eps: float) -> Sequence[AnyLink]:
+    def links(self, norm: Tensor, eps: float) -> Sequence[Link]:
         """The same as `fused`; none where its linears are of a form that cannot be linked."""
         ...
 
@@ -99,7 +99,7 @@ class GatedMlp:
         out: Tensor = down.fused(gate_up.fused(residual, norm=norm, eps=eps, gated=True), residual=residual)
         return out
 
-    def links(self, norm: Tensor, eps: float) -> Sequence[AnyLink]:
+    def links(self, norm: Tensor, eps: float) -> Sequence[Link]:
         """See `ChainedFeedForward`."""
         gate_up, down = self.gate_up, self.down
         if not self.fuses or not isinstance(gate_up, ChainedLinear) or not isinstance(down, ChainedLinear):

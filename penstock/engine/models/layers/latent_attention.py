@@ -71,24 +71,15 @@ class LatentAttention:
     ) -> Tensor:
         """See `FusedMixer`; for linears that are `FusedLinear`."""
         inputs: Any = self.inputs
+        query_up: Any = self.query_up
         output: Any = self.output
         made: Tensor = inputs.fused(residual, norm=norm, eps=eps)
-        out: Tensor = output.fused(self.attend(made, batch, cache), residual=residual)
-        return out
-
-    @property
-    def entry(self) -> Linear:
-        """See `ChainedMixer`."""
-        return self.inputs
-
-    def attend(self, made: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
-        """See `ChainedMixer`; for linears that are `FusedLinear`."""
-        query_up: Any = self.query_up
         split = made.shape[1] - self.heads.cached
         q, kv = made[:, :split], made[:, split:]
         if query_up is not None:
             q = query_up.fused(q, norm=self.query_norm, eps=self.weights.eps)
-        return self._attend(q, kv, batch, cache)
+        out: Tensor = output.fused(self._attend(q, kv, batch, cache), residual=residual)
+        return out
 
     def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales

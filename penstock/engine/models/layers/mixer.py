@@ -50,22 +50,3 @@ class FusedMixer(TokenMixer, Protocol):
     def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: Any) -> Tensor:
         """`residual` plus the mixed, normalized `residual`; may update it in place."""
         ...
-
-
-@runtime_checkable
-class ChainedMixer(FusedMixer, Protocol):
-    """One whose first and last product can be links of a chain; see `Ops.chain`."""
-
-    @property
-    def entry(self) -> Linear | None:
-        """The product with the normalized residual stream; None where it takes more than one."""
-        ...
-
-    @property
-    def output(self) -> Linear:
-        """The product that is added to the residual stream."""
-        ...
-
-    def attend(self, entered: Tensor, batch: AttentionBatch, cache: Any) -> Tensor:
-        """What lies between the two."""
-        ...

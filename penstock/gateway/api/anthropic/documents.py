@@ -9,18 +9,20 @@ from penstock.gateway.api.anthropic.blocks import DocumentBlock, Message, ToolRe
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.input_files import FileReading, InputFiles, UnreadableFile
 
-_FILES = ("file", "base64")
+_FILES = ("file", "base64", "url")
 """Sources that have to be read; others are text."""
 
 
-async def read_documents(exchange: Exchange, files: InputFiles, messages: Sequence[Message]) -> None:
-    """Replaces the sources of documents that are files by their text."""
+async def read_documents(
+    exchange: Exchange, files: InputFiles, messages: Sequence[Message], model: str, *, free: bool = False
+) -> None:
+    """Replaces the sources of documents that are files by their text; `free`: see `InputFiles.reading`."""
     every = list(_documents(messages))
     exchange.documents = bool(every)
     documents = [found for found in every if found[0].source.get("type") in _FILES]
     if not documents:
         return
-    async with files.reading(exchange) as reading:
+    async with files.reading(exchange, model, free=free) as reading:
         for block, at, of_a_tool in documents:
             try:
                 await _read(reading, block, at)
@@ -33,6 +35,9 @@ async def _read(reading: FileReading, block: DocumentBlock, at: str) -> None:
     source = block.source
     if isinstance(id := source.get("file_id"), str) and source["type"] == "file":
         found = await reading.stored(id, f"{at}.source.file_id")
+        block.title = block.title or found.name
+    elif isinstance(url := source.get("url"), str) and source["type"] == "url":
+        found = await reading.fetched(url, f"{at}.source.url", block.title)
         block.title = block.title or found.name
     elif isinstance(data := source.get("data"), str) and data:
         media_type = source.get("media_type")

@@ -45,7 +45,7 @@ class MessageEndpoints:
         request = _messages(exchange, await exchange.body(settings.body_limit))
         identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
         limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens", clip=True)
-        await read_documents(exchange, self._files, request.messages)
+        await read_documents(exchange, self._files, request.messages, request.model)
         chat = chat_request(exchange, request)
         resumption = asked_for(exchange, stream=request.stream)
 
@@ -63,7 +63,7 @@ class MessageEndpoints:
     async def count_tokens(self, exchange: Exchange) -> None:
         pipeline = self._pipeline
         request = _count(exchange, await exchange.body(pipeline.settings.body_limit))
-        await read_documents(exchange, self._files, request.messages)
+        await read_documents(exchange, self._files, request.messages, request.model, free=True)
         with renamed(NAMES):
             chat = chat_request(exchange, request)
             check_tools(chat)

@@ -134,8 +134,7 @@ class History:
         if isinstance(block, DocumentBlock):
             if (text := self._document(block)) is None:
                 raise InvalidRequest(
-                    "Only documents whose `source` is `text`, `content`, `base64` or `file` can be read here; "
-                    "URLs are not fetched.",
+                    "Only documents whose `source` is `text`, `content`, `base64`, `file` or `url` can be read here.",
                     param=f"{at}.source",
                     code="unsupported_parameter",
                 )

@@ -114,6 +114,6 @@ UNSUPPORTED = {
     "mcp_servers": "Connect the servers under `tools` in the server's configuration, or in the client.",
     "compaction": "Ask for a summary in a message instead.",
     "container": "Nothing runs code here; run it in the client.",
-    "inference_geo": "",
+    "inference_geo": "Demand a region with the header `x-penstock-require: region=...` instead.",
 }
 """What would change the answer, or where it is made, with what to do instead."""

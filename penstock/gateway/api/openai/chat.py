@@ -65,12 +65,16 @@ class ChatEndpoints:
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _decoder(exchange, await exchange.body(settings.body_limit))
+        if request.stream_options is not None:
+            request.stream_options.apply(exchange)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         respell(request)
         _check(request)
         keep = self._keep(exchange, request)
         request = with_tools(request)
-        request = msgspec.structs.replace(request, messages=await self._files.chat(exchange, request.messages))
+        request = msgspec.structs.replace(
+            request, messages=await self._files.chat(exchange, request.messages, request.model)
+        )
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(
@@ -128,11 +132,11 @@ def _renderer(
 
 def _check(request: ChatRequest) -> None:
     if _unsupported(request) != _NONE_GIVEN:
-        for name in CHAT_UNSUPPORTED:
+        for name, why in CHAT_UNSUPPORTED.items():
             if given(getattr(request, name)):
-                raise not_supported(name)
+                raise not_supported(name, why)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
-        raise not_supported("modalities")
+        raise not_supported("modalities", 'models here write text; leave it out, or send ["text"]')
     if request.server_tools and (request.return_token_ids or request.prompt_logprobs is not None):
         param = "return_token_ids" if request.return_token_ids else "prompt_logprobs"
         raise InvalidRequest(f"With `server_tools` an answer has several prompts; leave `{param}` out.", param=param)

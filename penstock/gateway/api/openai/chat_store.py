@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from penstock.storage import Database
+from penstock.storage import Database, Where
 
 _VERSIONS = (
     (
@@ -24,7 +24,6 @@ _VERSIONS = (
         "CREATE INDEX IF NOT EXISTS chat_completions_by_end ON chat_completions (expires_at)",
     ),
 )
-Values = list[str | float]
 _SCANNED = 10_000
 """Completions that a list with a filter by metadata looks at."""
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -82,18 +81,16 @@ class ChatStore:
         )
 
     async def get(self, id: str, reader: Reader) -> dict[str, Any] | None:
-        where, values = self._whose(reader)
+        where = self._of(reader, ("id = ?", id))
         rows = await self._database.fetch(
-            f"SELECT completion, metadata, model FROM chat_completions WHERE id = ? AND {where}", id, *values
+            f"SELECT completion, metadata, model FROM chat_completions WHERE {where}", *where.values
         )
         return _shown(rows[0]) if rows and reader.sees(str(rows[0][2])) else None
 
     async def messages(self, id: str, reader: Reader) -> list[dict[str, Any]] | None:
         """The messages that it answers, oldest first."""
-        where, values = self._whose(reader)
-        rows = await self._database.fetch(
-            f"SELECT messages, model FROM chat_completions WHERE id = ? AND {where}", id, *values
-        )
+        where = self._of(reader, ("id = ?", id))
+        rows = await self._database.fetch(f"SELECT messages, model FROM chat_completions WHERE {where}", *where.values)
         return _list.decode(str(rows[0][0])) if rows and reader.sees(str(rows[0][1])) else None
 
     async def list(
@@ -107,24 +104,20 @@ class ChatStore:
         metadata: Mapping[str, str] | None = None,
     ) -> list[dict[str, Any]] | None:
         """At most `limit` completions; None when there is no completion `after`."""
-        where, values = self._whose(reader)
-        if model is not None:
-            where, values = f"{where} AND model = ?", [*values, model]
+        where = self._of(reader, ("model = ?", model))
+        order: Literal["ASC", "DESC"] = "DESC" if newest_first else "ASC"
         if after is not None:
+            last = self._of(reader, ("id = ?", after), ("model = ?", model))
             rows = await self._database.fetch(
-                f"SELECT created_at, model FROM chat_completions WHERE id = ? AND {where}", after, *values
+                f"SELECT created_at, model FROM chat_completions WHERE {last}", *last.values
             )
             if not rows or not reader.sees(str(rows[0][1])):
                 return None
-            sign = "<" if newest_first else ">"
-            at = float(str(rows[0][0]))
-            where = f"{where} AND (created_at {sign} ? OR (created_at = ? AND id {sign} ?))"
-            values = [*values, at, at, after]
-        order = "DESC" if newest_first else "ASC"
+            where.beyond(float(str(rows[0][0])), after, order)
         rows = await self._database.fetch(
             f"SELECT completion, metadata, model FROM chat_completions WHERE {where} "
             f"ORDER BY created_at {order}, id {order} LIMIT ?",
-            *values,
+            *where.values,
             _SCANNED if metadata or reader.sees is not anything else limit,
         )
         wanted = set((metadata or {}).items())
@@ -135,26 +128,21 @@ class ChatStore:
     async def update(self, id: str, metadata: Mapping[str, str], reader: Reader) -> bool:
         if await self.messages(id, reader) is None:
             return False
-        where, values = self._whose(reader)
-        return (
-            await self._database.execute(
-                f"UPDATE chat_completions SET metadata = ? WHERE id = ? AND {where}", _text(metadata), id, *values
-            )
-            > 0
+        where = self._of(reader, ("id = ?", id))
+        changed = await self._database.execute(
+            f"UPDATE chat_completions SET metadata = ? WHERE {where}", _text(metadata), *where.values
         )
+        return changed > 0
 
     async def delete(self, id: str, reader: Reader) -> bool:
         if await self.messages(id, reader) is None:
             return False
-        where, values = self._whose(reader)
-        return await self._database.execute(f"DELETE FROM chat_completions WHERE id = ? AND {where}", id, *values) > 0
+        where = self._of(reader, ("id = ?", id))
+        return await self._database.execute(f"DELETE FROM chat_completions WHERE {where}", *where.values) > 0
 
-    def _whose(self, reader: Reader) -> tuple[str, Values]:
-        where, values = "tenant = ? AND expires_at > ?", Values((reader.tenant, self._clock()))
-        if reader.user is not None:
-            where += " AND user_id = ?"
-            values.append(reader.user)
-        return where, values
+    def _of(self, reader: Reader, *which: tuple[str, Any]) -> Where:
+        whose = ("tenant = ?", reader.tenant), ("expires_at > ?", self._clock()), ("user_id = ?", reader.user)
+        return Where(*which, *whose)
 
 
 def _text(value: object) -> str:

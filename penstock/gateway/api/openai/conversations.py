@@ -131,7 +131,7 @@ class ConversationItemEndpoints:
         history = msgspec.convert(before.since(0), list[ChatMessage])
         calls = call_names(before.since(0))
         with renamed(_NAMES):
-            read = await with_file_texts(exchange, self._files, items)
+            read = await with_file_texts(exchange, self._files, items, None, free=True)
             said = conversation_of(exchange, read, history, OfferedTools(exchange, None))[len(history) :]
             messages = template_messages(said, calls)
         if messages:

@@ -78,7 +78,8 @@ class TokenEndpoints:
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
         if request.messages is not None:
-            request.messages = await self._files.chat(exchange, request.messages)
+            name = request.model or self._permissions.first(exchange).name
+            request.messages = await self._files.chat(exchange, request.messages, name, free=True)
         if request.model is not None:
             remote = self._permissions.remote(exchange, request.model)
             if remote is not None:

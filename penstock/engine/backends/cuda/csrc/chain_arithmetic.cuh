@@ -27,33 +27,16 @@ __device__ __forceinline__ void words_of(uint32_t (&words)[4], uint4 from) {
     words[3] = from.w;
 }
 
-// Of a row, the unit that a warp reads in column c.
-template <class L>
-__device__ __forceinline__ int unit_of(int c) {
-    return int(threadIdx.x) / 32 % L::slices + c * L::slices;
-}
-
 // The inputs of a lane's columns as they are stored, and the gains of the norm before them.
 template <class L>
 struct Loaded {
-    static constexpr int quads = L::per_lane / 8;
-    static constexpr int gain_quads = L::wide ? 2 * quads : quads;
-    uint4 inputs[L::columns][quads], gains[L::columns][gain_quads];
+    static constexpr int quads = PIECE / 8;
+    uint4 inputs[L::columns][quads], gains[L::columns][quads];
 
-    // Of the first of a lane's inputs of column c: its number within the row, below 0 where there is none.
+    // Of the first of a lane's inputs of column c: its number within the row.
     static __device__ __forceinline__ int place(int c) {
-        const int lane = int(threadIdx.x) % 32, unit = unit_of<L>(c);
-        if constexpr (L::sum) {
-            const int visit = unit / L::span;
-            const bool visited = unit < L::visited;
-            const int within = (visited ? unit - visit * L::span : unit - L::visited) * L::per_unit + lane * L::per_lane;
-            if (lane >= L::lanes) return -1;
-            if (visited) return within < L::inputs ? visit * L::inputs + within : -1;
-            return within < L::width ? TOP_K * L::inputs + within : -1;
-        } else {
-            const int found = unit * L::per_unit + lane * L::per_lane;
-            return lane < L::lanes && found < L::inputs ? found : -1;
-        }
+        const int unit = int(threadIdx.x) / 32 % L::slices + c * L::slices;
+        return (unit * 32 + int(threadIdx.x) % 32) * PIECE;
     }
 
     // Constants: on their way before the inputs are there.
@@ -61,10 +44,9 @@ struct Loaded {
 #pragma unroll
         for (int c = 0; c < L::columns; ++c)
 #pragma unroll
-            for (int q = 0; q < gain_quads; ++q)
-                gains[c][q] = place(c) >= 0
-                                  ? load_stream(reinterpret_cast<const uint4*>(norm + place(c) * (L::wide ? 2 : 1)) + q)
-                                  : make_uint4(0, 0, 0, 0);
+            for (int q = 0; q < quads; ++q)
+                gains[c][q] = place(c) < L::inputs ? load_stream(reinterpret_cast<const uint4*>(norm + place(c)) + q)
+                                                   : make_uint4(0, 0, 0, 0);
     }
 
     __device__ __forceinline__ void load_inputs(const uint16_t* x) {
@@ -72,7 +54,7 @@ struct Loaded {
         for (int c = 0; c < L::columns; ++c)
 #pragma unroll
             for (int q = 0; q < quads; ++q)
-                inputs[c][q] = place(c) >= 0 ? load_fresh(reinterpret_cast<const uint4*>(x + place(c)) + q)
+                inputs[c][q] = place(c) < L::inputs ? load_fresh(reinterpret_cast<const uint4*>(x + place(c)) + q)
                                                     : make_uint4(0, 0, 0, 0);
     }
 
@@ -83,9 +65,8 @@ struct Loaded {
         float2 found = bf16x2_to_float2(words[i % 4]);
         if constexpr (L::norm) {
             squares += found.x * found.x + found.y * found.y;
-            words_of(by, gains[c][L::wide ? i / 2 : i / 4]);
-            float2 gain = bf16x2_to_float2(by[i % 4]);
-            if constexpr (L::wide) gain = make_float2(__uint_as_float(by[i % 2 * 2]), __uint_as_float(by[i % 2 * 2 + 1]));
+            words_of(by, gains[c][i / 4]);
+            const float2 gain = bf16x2_to_float2(by[i % 4]);
             found.x *= gain.x;
             found.y *= gain.y;
         }
@@ -93,62 +74,35 @@ struct Loaded {
     }
 };
 
-// Sixteen weights in MXFP4, in pairs, times a power of two: their bits lie as kernels/mxfp4_fragments.py says.
-__device__ __forceinline__ void e2m1x16_to_bf16(uint32_t (&pairs)[8], uint32_t first, uint32_t second, uint32_t power) {
-    constexpr uint32_t all = 0x81c081c0u, upper = 0x81008100u, lower = 0x00c000c0u;
-    pairs[0] = mul_bf16x2(first << 6 & all, power);
-    pairs[1] = mul_bf16x2(first << 2 & all, power);
-    pairs[2] = mul_bf16x2((first << 12 | first >> 20) & all, power);
-    pairs[3] = mul_bf16x2(second << 4 & all, power);
-    pairs[4] = mul_bf16x2(second & all, power);
-    pairs[5] = mul_bf16x2((second << 10 | second >> 22) & all, power);
-    pairs[6] = mul_bf16x2((first << 1 & upper) | (second >> 3 & lower), power);
-    pairs[7] = mul_bf16x2((first & upper) | (second << 6 & lower), power);
-}
-
-#if TENSOR
 // Tensor cores: a product of 16 rows by 16 columns with 8 vectors, of which a lane's weights meet its own inputs alone in
 // the elements of the diagonal. So nothing moves between lanes: of the matrix, lane l has rows l / 4 and l / 4 + 8 (two
-// rows of the weights), of the vectors it has a part of the (l / 4)-th. E4m3 weights are float16 there, exactly, and the
-// inputs too: scaled by a power of two for each warp, so that they fit and lose nothing. Of bfloat16 inputs with gains the
-// rounding errors are a second vector.
+// rows of the weights), of the vectors it has a part of the (l / 4)-th. Weights are float16 there, exactly, and the inputs
+// too: scaled by a power of two for each warp, so that they fit and lose nothing.
 template <class L>
 struct Inputs {
-    static constexpr int words = L::per_lane / 2;
-    static constexpr bool split = !L::scaled && L::norm;
-    uint32_t high[L::columns][words], low[split ? L::columns : 1][words];
+    static constexpr int words = PIECE / 2;
+    uint32_t pairs[L::columns][words];
     float unscale;
 
+    // Returns the sum of the squares of what was loaded, before the gains.
     __device__ __forceinline__ float take(const Loaded<L>& loaded) {
-        float squares = 0.0f, ignored = 0.0f, scale = 1.0f;
-        unscale = 1.0f;
-        if constexpr (L::fp8) {
-            float peak = 0.0f;
+        float squares = 0.0f, ignored = 0.0f, peak = 0.0f;
 #pragma unroll
-            for (int c = 0; c < L::columns; ++c)
+        for (int c = 0; c < L::columns; ++c)
 #pragma unroll
-                for (int i = 0; i < words; ++i) {
-                    const float2 pair = loaded.pair(c, i, ignored);
-                    peak = fmaxf(peak, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-                }
-            const uint32_t exponent = max(15u, __reduce_max_sync(ALL, __float_as_uint(peak) >> 23));
-            scale = __uint_as_float((268 - exponent) << 23);
-            unscale = __uint_as_float((exponent - 14) << 23);
-        }
+            for (int i = 0; i < words; ++i) {
+                const float2 pair = loaded.pair(c, i, ignored);
+                peak = fmaxf(peak, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+            }
+        const uint32_t exponent = max(15u, __reduce_max_sync(ALL, __float_as_uint(peak) >> 23));
+        const float scale = __uint_as_float((268 - exponent) << 23);
+        unscale = __uint_as_float((exponent - 14) << 23);
 #pragma unroll
         for (int c = 0; c < L::columns; ++c)
 #pragma unroll
             for (int i = 0; i < words; ++i) {
                 const float2 pair = loaded.pair(c, i, squares);
-                if constexpr (L::fp8) {
-                    high[c][i] = float2_to_f16x2(pair.x * scale, pair.y * scale);
-                } else {
-                    high[c][i] = float2_to_bf16x2(pair.x, pair.y);
-                    if constexpr (split) {
-                        const float2 kept = bf16x2_to_float2(high[c][i]);
-                        low[c][i] = float2_to_bf16x2(pair.x - kept.x, pair.y - kept.y);
-                    }
-                }
+                pairs[c][i] = float2_to_f16x2(pair.x * scale, pair.y * scale);
             }
         return squares;
     }
@@ -163,46 +117,12 @@ struct Sums {
         uint32_t even[4], odd[4];
         words_of(even, first);
         words_of(odd, second);
-        if constexpr (L::fp8) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint2 upper = e4m3x4_to_f16x4(even[i]), lower = e4m3x4_to_f16x4(odd[i]);
-                const uint32_t a[4] = {upper.x, lower.x, upper.y, lower.y};
-                const uint32_t b[2] = {inputs.high[c][2 * i], inputs.high[c][2 * i + 1]};
-                mma_f16(tiles[r / 2], a, b);
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                const uint32_t a[4] = {even[i], odd[i], even[i + 1], odd[i + 1]};
-                const uint32_t b[2] = {inputs.high[c][i], inputs.high[c][i + 1]};
-                mma_bf16(tiles[r / 2], a, b);
-                if constexpr (Inputs<L>::split) {
-                    const uint32_t rest[2] = {inputs.low[c][i], inputs.low[c][i + 1]};
-                    mma_bf16(tiles[r / 2], a, rest);
-                }
-            }
-        }
-    }
-
-    // The same in MXFP4: pieces of 32 weights with a power of two each, as a bfloat16 in both halves of a word. `r` 0 and
-    // 2, for all lanes together.
-    __device__ __forceinline__ void add_fp4(uint4 first, uint4 second, uint32_t by_first, uint32_t by_second, int r,
-                                            const Inputs<L>& inputs, int c) {
-        uint32_t even[4], odd[4];
-        words_of(even, first);
-        words_of(odd, second);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint32_t upper[8], lower[8];
-            e2m1x16_to_bf16(upper, even[2 * half], even[2 * half + 1], by_first);
-            e2m1x16_to_bf16(lower, odd[2 * half], odd[2 * half + 1], by_second);
-#pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                const uint32_t a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
-                const uint32_t b[2] = {inputs.high[c][8 * half + i], inputs.high[c][8 * half + i + 1]};
-                mma_bf16(tiles[r / 2], a, b);
-            }
+        for (int i = 0; i < 4; ++i) {
+            const uint2 upper = e4m3x4_to_f16x4(even[i]), lower = e4m3x4_to_f16x4(odd[i]);
+            const uint32_t a[4] = {upper.x, lower.x, upper.y, lower.y};
+            const uint32_t b[2] = {inputs.pairs[c][2 * i], inputs.pairs[c][2 * i + 1]};
+            mma_f16(tiles[r / 2], a, b);
         }
     }
 
@@ -217,77 +137,3 @@ struct Sums {
         }
     }
 };
-#else
-// Ordinary arithmetic in float32. Many inputs are kept in bfloat16.
-template <class L>
-struct Inputs {
-    static constexpr bool wide = L::columns * L::per_lane <= 32;
-    float values[wide ? L::columns : 1][L::per_lane];
-    uint32_t pairs[wide ? 1 : L::columns][L::per_lane / 2];
-
-    __device__ __forceinline__ float take(const Loaded<L>& loaded) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int c = 0; c < L::columns; ++c)
-#pragma unroll
-            for (int i = 0; i < L::per_lane / 2; ++i) {
-                const float2 pair = loaded.pair(c, i, squares);
-                if constexpr (wide) {
-                    values[c][2 * i] = pair.x;
-                    values[c][2 * i + 1] = pair.y;
-                } else {
-                    pairs[c][i] = float2_to_bf16x2(pair.x, pair.y);
-                }
-            }
-        return squares;
-    }
-};
-
-template <class L>
-struct Sums {
-    float rows[ROWS] = {};
-
-    __device__ __forceinline__ void add(uint4 first, uint4 second, int r, const Inputs<L>& inputs, int c) {
-        float x[L::per_lane];
-#pragma unroll
-        for (int i = 0; i < L::per_lane / 2; ++i) {
-            if constexpr (Inputs<L>::wide) {
-                x[2 * i] = inputs.values[c][2 * i];
-                x[2 * i + 1] = inputs.values[c][2 * i + 1];
-            } else {
-                const float2 pair = bf16x2_to_float2(inputs.pairs[c][i]);
-                x[2 * i] = pair.x;
-                x[2 * i + 1] = pair.y;
-            }
-        }
-        rows[r] = multiply(rows[r], first, x);
-        rows[r + 1] = multiply(rows[r + 1], second, x);
-    }
-
-    static __device__ __forceinline__ float multiply(float sum, uint4 weights, const float (&x)[L::per_lane]) {
-        uint32_t words[4];
-        words_of(words, weights);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if constexpr (L::fp8) {
-                const uint2 halves = e4m3x4_to_f16x4(words[i]);
-                const float2 low = f16x2_to_float2(halves.x), high = f16x2_to_float2(halves.y);
-                sum = fmaf(low.x, x[4 * i], sum);
-                sum = fmaf(low.y, x[4 * i + 1], sum);
-                sum = fmaf(high.x, x[4 * i + 2], sum);
-                sum = fmaf(high.y, x[4 * i + 3], sum);
-            } else {
-                const float2 w = bf16x2_to_float2(words[i]);
-                sum = fmaf(w.x, x[2 * i], sum);
-                sum = fmaf(w.y, x[2 * i + 1], sum);
-            }
-        }
-        return sum;
-    }
-
-    __device__ __forceinline__ void get(float (&found)[ROWS], const Inputs<L>&) const {
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) found[r] = rows[r];
-    }
-};
-#endif

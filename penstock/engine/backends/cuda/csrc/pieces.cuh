@@ -21,16 +21,8 @@ inline uint2 e4m3x4_to_f16x4(uint32_t packed) {
 
 #else
 
-// What the L2 cache reads at once where a piece is missing: PENSTOCK_FETCH bytes, or what it likes.
-#if defined(PENSTOCK_FETCH) && PENSTOCK_FETCH == 256
-#define PENSTOCK_COPY "cp.async.cg.shared.global.L2::256B"
-#elif defined(PENSTOCK_FETCH) && PENSTOCK_FETCH == 128
-#define PENSTOCK_COPY "cp.async.cg.shared.global.L2::128B"
-#else
-#define PENSTOCK_COPY "cp.async.cg.shared.global"
-#endif
 __device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool there) {
-    asm volatile(PENSTOCK_COPY " [%0], [%1], 16, %2;" ::"r"(detail::shared_address(shared)), "l"(global),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(detail::shared_address(shared)), "l"(global),
                  "r"(there ? 16 : 0)
                  : "memory");
 }
@@ -40,11 +32,6 @@ __device__ __forceinline__ uint4 load_fresh(const uint4* pointer) {
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(pointer)
                  : "memory");
-    return value;
-}
-__device__ __forceinline__ uint32_t load_fresh(const uint32_t* pointer) {
-    uint32_t value;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
     return value;
 }
 __device__ __forceinline__ uint16_t load_fresh(const uint16_t* pointer) {

@@ -9,8 +9,7 @@ Tiles run from the diagonal down to key 0: only the first ones need a mask. Slot
 anything, NaN included: scores there are masked, and the rows of the value tile are cleared before they are multiplied.
 
 A quantized cache is gathered first (`gathered_prefix`), some heads at a time: then tiles are contiguous, each two
-copies instead of sixteen. For 16-bit caches two ways to have fewer copies are on trial (`trials`): the same, where each
-key is read often enough to pay for it, and copies of whole runs of blocks.
+copies instead of sixteen. So is a 16-bit cache where each key is read often enough to pay for it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.kernels.common import launch
 from penstock.engine.backends.cuda.kernels.gathered_prefix import (
     MOST_BYTES,
@@ -45,13 +43,9 @@ FROM_TOKENS = 512
 """Longest chunk of a step from which this kernel is faster than `prefill` (measured on an H200)."""
 BOX = 64
 """Numbers in one row of a TMA box: 128 bytes, the width of the swizzle."""
-GATHER_16BIT = trials.is_on(trials.GATHER_16BIT)
 LEAST_REUSE = 3072
 """New tokens that read each key, on average, from which 16-bit keys are gathered. Copying one costs as much as 86 new
-tokens that attend to it; contiguous tiles gain some 4% (int8 caches beside bf16 ones on an H200)."""
-WIDE_COPIES = trials.is_on(trials.WIDE_COPIES)
-RUN = 8
-"""Cache blocks of one wide copy: a tile."""
+tokens that attend to it; contiguous tiles gain some 4% (measured on an H200)."""
 
 
 @gluon.jit(
@@ -68,8 +62,6 @@ RUN = 8
 def _hopper_prefill_kernel(
     k_desc: tma.tensor_descriptor,
     v_desc: tma.tensor_descriptor,
-    k_wide: tma.tensor_descriptor,
-    v_wide: tma.tensor_descriptor,
     q_ptr: gl.tensor,
     out_ptr: gl.tensor,
     rows_ptr: gl.tensor,
@@ -94,12 +86,11 @@ def _hopper_prefill_kernel(
     STAGES: gl.constexpr,
     GATHERED: gl.constexpr,
     SCALED: gl.constexpr,
-    WIDE: gl.constexpr,
     PDL: gl.constexpr,
 ) -> None:
     """`GATHERED`: over `num_heads` heads from `first_head` on, whose keys lie `gathered_rows` from each other, and
-    `table_ptr` is where sequences begin. `SCALED`: keys and values of a head have one scale. `WIDE`: `k_wide`
-    and `v_wide` copy runs of blocks. `PDL` is always false: it waits for its predecessors in the ordinary way."""
+    `table_ptr` is where sequences begin. `SCALED`: keys and values of a head have one scale. `PDL` is always false: it
+    waits for its predecessors in the ordinary way."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -211,8 +202,8 @@ def _hopper_prefill_kernel(
                     ),
                     (
                         paged_producer,
-                        (k_desc, v_desc, k_wide, v_wide, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free, table,
-                         last_block, tiles, kv_head, KV_HEADS, STAGES, WIDE),
+                        (k_desc, v_desc, k_boxes, v_boxes, k_ready, k_free, v_ready, v_free, table, last_block, tiles,
+                         kv_head, KV_HEADS, STAGES),
                     ),
                 ],
                 [4, 1],
@@ -227,8 +218,7 @@ def fits(layout: HeadLayout) -> bool:
 
 def gathered_bytes(layout: HeadLayout, dtype: torch.dtype) -> int:
     """What is gathered of a cache of `dtype` at a time, at most."""
-    gathers = dtype in (torch.float8_e4m3fn, torch.int8) or (GATHER_16BIT and dtype in _COMPUTED)
-    return MOST_BYTES if fits(layout) and gathers else 0
+    return MOST_BYTES if fits(layout) and dtype in (torch.float8_e4m3fn, torch.int8, *_COMPUTED) else 0
 
 
 def applies(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tensor) -> bool:
@@ -250,7 +240,7 @@ def _is_direct(q: Tensor, k_cache: Tensor) -> bool:
 def _heads_gathered(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tensor) -> int:
     """How many heads are gathered at a time; 0: none are."""
     if k_cache.dtype == q.dtype:
-        if not GATHER_16BIT or batch.attended is None or batch.total_context is None:
+        if batch.attended is None or batch.total_context is None:
             return 0
         if batch.attended < LEAST_REUSE * batch.total_context:
             return 0
@@ -269,15 +259,7 @@ def prefill_attention(
     """Attention of every sequence after the first `num_decodes` into `out` [T, heads * head_dim]."""
     heads = _heads_gathered(layout, batch, q, k_cache)
     if not heads:
-        _launch(
-            q,
-            layout,
-            batch,
-            _boxes_of(k_cache, BLOCK_SIZE),
-            _boxes_of(v_cache, BLOCK_SIZE),
-            out,
-            _runs(k_cache, v_cache),
-        )
+        _launch(q, layout, batch, _boxes_of(k_cache, BLOCK_SIZE), _boxes_of(v_cache, BLOCK_SIZE), out)
         return
     room = make_room(layout, batch, q.dtype, heads)
     per_head = None if k_cache.dtype == torch.int8 else scales
@@ -285,7 +267,7 @@ def prefill_attention(
         some = min(heads, layout.kv_heads - first)
         gather(room, first, some, batch, k_cache, v_cache, scales)
         boxes = _boxes_of(room.k, GATHERED_ROWS), _boxes_of(room.v, GATHERED_ROWS)
-        _launch(q, layout, batch, *boxes, out, None, room, first, some, per_head)
+        _launch(q, layout, batch, *boxes, out, room, first, some, per_head)
 
 
 def _launch(
@@ -295,7 +277,6 @@ def _launch(
     k: TensorDescriptor,
     v: TensorDescriptor,
     out: Tensor,
-    runs: tuple[TensorDescriptor, TensorDescriptor] | None = None,
     room: GatheredPrefix | None = None,
     first_head: int = 0,
     heads: int = 0,
@@ -314,7 +295,6 @@ def _launch(
         (tiles * (layout.kv_heads if room is None else heads),),
         k,
         v,
-        *(runs or (k, v)),
         q,
         out,
         batch.rows,
@@ -339,7 +319,6 @@ def _launch(
         STAGES=STAGES,
         GATHERED=room is not None,
         SCALED=scales is not None,
-        WIDE=runs is not None,
         num_warps=4,
         pdl=False,
         in_order=True,
@@ -351,14 +330,3 @@ def _boxes_of(keys: Tensor, rows_at_once: int) -> TensorDescriptor:
     rows = keys.numel() // DIM
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(keys, [rows, DIM], [DIM, 1], [rows_at_once, BOX], layout)
-
-
-def _runs(k_cache: Tensor, v_cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """The cache as wide copies read it; None where none are made."""
-    if not WIDE_COPIES or min(len(k_cache), len(v_cache)) < RUN:
-        return None
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    blocks, heads = k_cache.shape[:2]
-    shape, strides = [blocks, heads * BLOCK_SIZE, DIM], [heads * BLOCK_SIZE * DIM, DIM, 1]
-    k, v = (TensorDescriptor(cache, shape, strides, [RUN, BLOCK_SIZE, BOX], layout) for cache in (k_cache, v_cache))
-    return k, v

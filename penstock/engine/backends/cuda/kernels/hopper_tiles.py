@@ -1,8 +1,7 @@
 """How key and value tiles of `hopper_prefill` come into shared memory: a warp that does nothing but issue TMA copies.
 
-A tile is 128 tokens, two boxes of 64 columns. In a paged cache it is eight blocks, each with copies of its own; where
-the blocks lie one behind the other, as they do in a cache that is not worn yet, one copy may take all eight (`WIDE`).
-Gathered keys (`gathered_prefix`) are contiguous to begin with.
+A tile is 128 tokens, two boxes of 64 columns. In a paged cache it is eight blocks, each with copies of its own;
+gathered keys (`gathered_prefix`) are contiguous.
 """
 
 from __future__ import annotations
@@ -30,25 +29,9 @@ def _copy_blocks(
 
 
 @gluon.jit
-def _copy_run(
-    wide_desc: tma.tensor_descriptor,
-    first_block: gl.tensor,
-    kv_head: gl.tensor,
-    bar: gl.shared_memory_descriptor,
-    halves: gl.shared_memory_descriptor,
-    first: gl.tensor,
-) -> None:
-    """The same of blocks that lie one behind the other: all eight in each of two copies."""
-    tma.async_copy_global_to_shared(wide_desc, [first_block, kv_head * 16, 0], bar, halves.index(first))
-    tma.async_copy_global_to_shared(wide_desc, [first_block, kv_head * 16, 64], bar, halves.index(first + 1))
-
-
-@gluon.jit
 def paged_producer(
     k_desc: tma.tensor_descriptor,
     v_desc: tma.tensor_descriptor,
-    k_wide: tma.tensor_descriptor,
-    v_wide: tma.tensor_descriptor,
     k_boxes: gl.shared_memory_descriptor,
     v_boxes: gl.shared_memory_descriptor,
     k_ready: gl.shared_memory_descriptor,
@@ -61,14 +44,9 @@ def paged_producer(
     kv_head: gl.tensor,
     KV_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
-    WIDE: gl.constexpr,
 ) -> None:
-    """Tiles of a paged cache. `WIDE`: runs of blocks in wide copies, by `k_wide` and `v_wide`."""
+    """Tiles of a paged cache."""
     TILE_BYTES: gl.constexpr = 128 * 128 * 2
-    if WIDE:
-        HALF: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-        k_halves = k_boxes._reinterpret(k_boxes.dtype, [STAGES * 2, 8, 16, 64], HALF)
-        v_halves = v_boxes._reinterpret(v_boxes.dtype, [STAGES * 2, 8, 16, 64], HALF)
     for i in range(tiles):
         at = (tiles - 1 - i) * 8
         b0 = gl.load(table + gl.minimum(at, last_block))
@@ -84,24 +62,10 @@ def paged_producer(
         phase = (i // STAGES) & 1
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         mbarrier.expect(k_ready.index(stage), TILE_BYTES)
-        if WIDE:
-            gaps = (b1 - b0 - 1) | (b2 - b1 - 1) | (b3 - b2 - 1) | (b4 - b3 - 1)
-            gaps = gaps | (b5 - b4 - 1) | (b6 - b5 - 1) | (b7 - b6 - 1)
-            if gaps == 0:
-                _copy_run(k_wide, b0, kv_head, k_ready.index(stage), k_halves, stage * 2)
-            else:
-                _copy_blocks(k_desc, block_ids, kv_head, KV_HEADS, k_ready.index(stage), k_boxes, stage * 16)
-        else:
-            _copy_blocks(k_desc, block_ids, kv_head, KV_HEADS, k_ready.index(stage), k_boxes, stage * 16)
+        _copy_blocks(k_desc, block_ids, kv_head, KV_HEADS, k_ready.index(stage), k_boxes, stage * 16)
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), TILE_BYTES)
-        if WIDE:
-            if gaps == 0:
-                _copy_run(v_wide, b0, kv_head, v_ready.index(stage), v_halves, stage * 2)
-            else:
-                _copy_blocks(v_desc, block_ids, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
-        else:
-            _copy_blocks(v_desc, block_ids, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
+        _copy_blocks(v_desc, block_ids, kv_head, KV_HEADS, v_ready.index(stage), v_boxes, stage * 16)
 
 
 @gluon.jit

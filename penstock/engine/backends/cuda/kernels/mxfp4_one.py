@@ -12,9 +12,7 @@ them must not run at the same time: one stream of a process has them, and ranks 
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.engine.backends.cuda.exclusive import shares_processors
 from penstock.engine.backends.cuda.kernels.activation import gate_options
 from penstock.engine.backends.cuda.kernels.common import INTERPRETED, ceil_div, launch, next_power_of_2
 from penstock.engine.backends.cuda.kernels.moe_one import Visits
@@ -440,11 +439,6 @@ def _fits(device: torch.device, programs: int, visits: int, staged: int) -> bool
         return False
     memory = warps * (staged * 128 + _SCRATCH) + _RESERVED
     return programs <= processors * min(65536 // (REGISTERS * 32 * warps), shared // memory, threads // (32 * warps))
-
-
-def shares_processors() -> bool:
-    """Whether a multi-process service runs here, as far as can be seen: by its pipe, where it is or is said to be."""
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def experts_of_one(

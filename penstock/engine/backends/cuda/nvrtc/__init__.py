@@ -6,7 +6,7 @@ it; a `Kernel` is launched on PyTorch's current stream. Where `unavailable` give
 
 from penstock.engine.backends.cuda.nvrtc.compiler import CudaBuildError
 from penstock.engine.backends.cuda.nvrtc.cubin import SOURCES, architecture, build, report
-from penstock.engine.backends.cuda.nvrtc.driver import CudaDriverError
+from penstock.engine.backends.cuda.nvrtc.driver import CudaDriverError, is_shared
 from penstock.engine.backends.cuda.nvrtc.kernels import Kernel, Resources, kernel, unavailable
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Resources",
     "architecture",
     "build",
+    "is_shared",
     "kernel",
     "report",
     "unavailable",

@@ -7,6 +7,8 @@ from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 from typing import Any
 
+import torch
+
 from penstock.errors import PenstockError
 
 COOPERATIVE = 2
@@ -22,6 +24,12 @@ _HINTS = {
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "too many threads or registers in a block: launch fewer threads",
     "CUDA_ERROR_INVALID_VALUE": "grid, block or shared memory are beyond the device's limits",
 }
+
+
+_MPS_ENABLED = 133
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED."""
+_RESOURCE_SM = 1
+"""CU_DEV_RESOURCE_TYPE_SM."""
 
 
 class CudaDriverError(PenstockError):
@@ -52,6 +60,17 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class _Resource(ctypes.Structure):
+    """CUdevResource with multiprocessors, and more room than any version of it takes."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("internal", ctypes.c_char * 92),
+        ("processors", c_uint),
+        ("rest", ctypes.c_char * 412),
+    )
+
+
 @cache
 def driver() -> ctypes.CDLL:
     """Raises `CudaDriverError` where there is no driver."""
@@ -76,3 +95,22 @@ def call(name: str, *args: Any) -> None:
 def has(name: str) -> bool:
     """Whether the installed driver knows this call."""
     return hasattr(driver(), name)
+
+
+def is_shared(device: torch.device) -> bool:
+    """Whether processes run beside each other on `device` (MPS); False where the driver is too old to say."""
+    ordinal, shared = c_int(0), c_int(0)
+    call("cuDeviceGet", byref(ordinal), c_int(device.index or 0))
+    failed = driver().cuDeviceGetAttribute(byref(shared), c_int(_MPS_ENABLED), ordinal)
+    return not failed and bool(shared.value)
+
+
+def processors_of_context() -> int | None:
+    """Multiprocessors that the current context may use, fewer than the device has in a green context; None where the
+    driver is too old to say."""
+    context, resource = c_void_p(), _Resource()
+    if not has("cuCtxGetDevResource") or driver().cuCtxGetCurrent(byref(context)):
+        return None
+    if driver().cuCtxGetDevResource(context, byref(resource), c_int(_RESOURCE_SM)):
+        return None
+    return resource.processors or None

@@ -25,6 +25,7 @@ from penstock.engine.backends.cuda.nvrtc.driver import (
     call,
     driver,
     has,
+    processors_of_context,
 )
 
 _MAX_THREADS, _SHARED, _LOCAL, _REGISTERS, _MAX_DYNAMIC_SHARED, _CARVEOUT = 0, 1, 3, 4, 8, 9
@@ -62,6 +63,7 @@ class Kernel:
             self.resources = Resources(*(self._attribute(i) for i in (_REGISTERS, _LOCAL, _SHARED, _MAX_THREADS)))
         self._sizes = self._parameter_sizes()
         self._allowed_shared = _FREE_SHARED - self.resources.shared_bytes
+        self._resident: dict[tuple[int, int], int] = {}
 
     def launch(
         self,
@@ -89,15 +91,19 @@ class Kernel:
 
     def resident_blocks(self, block: Dim, shared_bytes: int = 0) -> int:
         """How many blocks the device runs at once: the largest grid of a cooperative launch."""
-        self._allow_shared(shared_bytes)
         x, y, z = dims(block)
-        count = c_int(0)
-        with torch.cuda.device(self.device):
-            call(
-                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-                byref(count), self._function, c_int(x * y * z), c_size_t(shared_bytes),
-            )  # fmt: skip
-        return count.value * int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+        key = x * y * z, shared_bytes
+        if key not in self._resident:
+            self._allow_shared(shared_bytes)
+            count = c_int(0)
+            with torch.cuda.device(self.device):
+                call(
+                    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                    byref(count), self._function, c_int(key[0]), c_size_t(shared_bytes),
+                )  # fmt: skip
+                processors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+                self._resident[key] = count.value * min(processors, processors_of_context() or processors)
+        return self._resident[key]
 
     def _allow_shared(self, shared_bytes: int) -> None:
         if shared_bytes > self._allowed_shared:

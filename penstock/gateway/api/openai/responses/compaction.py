@@ -66,7 +66,7 @@ class CompactionEndpoints:
         conversation = await self._references.earlier(exchange, asked.previous_response_id)
         if asked.input is not None:
             items = await self._references.resolved(exchange, asked.input)
-            read = await with_file_texts(exchange, self._files, items)
+            read = await with_file_texts(exchange, self._files, items, asked.model)
             conversation = conversation_of(exchange, read, conversation, tools)
         if not conversation:
             raise InvalidRequest(

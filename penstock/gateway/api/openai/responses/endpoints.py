@@ -99,6 +99,8 @@ class ResponseEndpoints:
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request, can_store=self._can_store)
         run = background_run(exchange)
+        if request.stream_options is not None and run is None:
+            request.stream_options.apply(exchange)
         if request.background and run is None:
             await self._checked_background(exchange, request).create(exchange, body, stream=bool(request.stream))
             return
@@ -118,7 +120,7 @@ class ResponseEndpoints:
             else:
                 earlier = await self._references.earlier(exchange, request.previous_response_id)
             items = await self._references.resolved(exchange, request.input)
-            read = await with_file_texts(exchange, self._files, items)
+            read = await with_file_texts(exchange, self._files, items, request.model)
             conversation = conversation_of(exchange, read, earlier, tools)
             included = (LOGPROBS, SEALED) if tools.file_search is None else (LOGPROBS, SEALED, SEARCH_RESULTS)
             for name in request.include or ():
@@ -172,7 +174,7 @@ class ResponseEndpoints:
         conversation = list(earlier)
         if asked.input is not None:
             items = await self._references.resolved(exchange, asked.input)
-            read = await with_file_texts(exchange, self._files, items)
+            read = await with_file_texts(exchange, self._files, items, asked.model, free=True)
             conversation = conversation_of(exchange, read, earlier, tools)
         with renamed(_NAMES):
             chat = chat_request(asked.request(), conversation, tools)
@@ -273,9 +275,9 @@ class ResponseEndpoints:
 
 
 def _check(request: ResponsesRequest, *, can_store: bool) -> None:
-    for name in UNSUPPORTED:
+    for name, why in UNSUPPORTED.items():
         if given(getattr(request, name)):
-            raise not_supported(name)
+            raise not_supported(name, why)
     if (request.n or 1) > 1:
         raise InvalidRequest("A response has one answer; `n` must be 1.", param="n")
     if request.response_format is not None and request.text is not None and request.text.format is not None:
@@ -287,8 +289,6 @@ def _check(request: ResponsesRequest, *, can_store: bool) -> None:
             "`top_logprobs` needs `include` with `message.output_text.logprobs`.", param="top_logprobs"
         )
     if request.stream_options is not None:
-        if request.stream_options.include_obfuscation:
-            raise not_supported("stream_options.include_obfuscation")
         if request.stream_options.continuous_usage_stats:
             raise not_supported("stream_options.continuous_usage_stats")
         if not request.stream:

@@ -33,12 +33,14 @@ class InputFile(Struct, forbid_unknown_fields=True, kw_only=True):
 _file = RequestDecoder(InputFile)
 
 
-async def with_file_texts(exchange: Exchange, files: InputFiles, given: str | Sequence[Raw]) -> str | Sequence[Raw]:
-    """The input with the texts of its files in their place."""
+async def with_file_texts(
+    exchange: Exchange, files: InputFiles, given: str | Sequence[Raw], model: str | None, *, free: bool = False
+) -> str | Sequence[Raw]:
+    """The input with the texts of its files in their place; `model` and `free`: see `InputFiles.reading`."""
     if isinstance(given, str) or not any(_MARK in bytes(raw) for raw in given):
         return given
     read = list(given)
-    async with files.reading(exchange) as reading:
+    async with files.reading(exchange, model, free=free) as reading:
         for index, raw in enumerate(given):
             if _MARK not in bytes(raw):
                 continue

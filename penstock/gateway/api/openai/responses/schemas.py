@@ -346,9 +346,9 @@ class InputTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-UNSUPPORTED = (
-    "access_programs",
-    "image",
-    "moderation",
-    "prompt",
-)
+UNSUPPORTED = {
+    "access_programs": "there are none here; leave it out",
+    "image": "models here write text; leave it out",
+    "moderation": "the operator decides what is moderated (`guardrails` in the configuration); leave it out",
+    "prompt": "no prompts are stored here; send its text as `instructions` and `input`",
+}

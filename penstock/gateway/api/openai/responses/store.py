@@ -17,7 +17,7 @@ import msgspec
 from penstock.gateway.api.openai.responses.background_store import UNFINISHED, BackgroundStore
 from penstock.gateway.api.openai.responses.item_ids import input_items
 from penstock.gateway.generation.schemas import ChatMessage
-from penstock.storage import Database
+from penstock.storage import Database, Where
 
 Item = dict[str, Any]
 _VERSIONS = (
@@ -181,24 +181,20 @@ class ResponseStore:
     async def delete(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> bool:
         if await self._columns("id", id, tenant, user, sees) is None:
             return False
-        where, values = self._which(id, tenant, user)
-        deleted = [(f"DELETE FROM responses WHERE {where}", values)]
+        where = self._which(id, tenant, user)
+        deleted = [(f"DELETE FROM responses WHERE {where}", where.values)]
         deleted.append(("DELETE FROM response_events WHERE response = ?", [id]))
         return (await self._database.transact(deleted, guarded=True))[0] > 0
 
     async def _columns(self, names: str, id: str, tenant: str, user: str | None, sees: Sees) -> list[str] | None:
-        where, values = self._which(id, tenant, user)
+        where = self._which(id, tenant, user)
         query = f"SELECT {names}, owner, leased_until, response FROM responses WHERE {where}"
-        rows = await self._database.fetch(query, *values)
+        rows = await self._database.fetch(query, *where.values)
         if rows and rows[0][-3] and rows[0][-2] <= self._clock() and not await self.background.running(id):
-            rows = await self._database.fetch(query, *values)
+            rows = await self._database.fetch(query, *where.values)
         if not rows or not sees(_model.decode(str(rows[0][-1])).model):
             return None
         return [str(value) for value in rows[0][:-3]]
 
-    def _which(self, id: str, tenant: str, user: str | None) -> tuple[str, list[str | float]]:
-        where, values = "id = ? AND tenant = ? AND expires_at > ?", list[str | float]((id, tenant, self._clock()))
-        if user is not None:
-            where += " AND user_id = ?"
-            values.append(user)
-        return where, values
+    def _which(self, id: str, tenant: str, user: str | None) -> Where:
+        return Where(("id = ?", id), ("tenant = ?", tenant), ("expires_at > ?", self._clock()), ("user_id = ?", user))
