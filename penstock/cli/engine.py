@@ -279,11 +279,19 @@ def _run_generator(
         return grammars_of(path)(vocab_size)
 
     rank, vectors = model.adapter_rank, model.adapter_vectors
-    if rank is None or vectors is None:
+    elsewhere: tuple[tuple[int, int], ...] = ()
+    if None in (rank, vectors, model.adapter_tokens, model.adapter_rows, model.adapter_memory):
         needs = needs_of_listed(model.adapters)
         rank, vectors = rank or needs.rank, needs.vectors if vectors is None else vectors
+        elsewhere = needs.elsewhere
     return process.run_generator(
-        replace(model.engine_config(str(path)), role=role, adapter_rank=rank, adapter_vectors=vectors),
+        replace(
+            model.engine_config(str(path)),
+            role=role,
+            adapter_rank=rank,
+            adapter_vectors=vectors,
+            adapters_elsewhere=elsewhere,
+        ),
         grammars=grammars,
         find_adapter=resolve_adapter,
         watchdog_s=model.watchdog_s,

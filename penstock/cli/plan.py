@@ -105,6 +105,16 @@ def plan(
     adapter_blocks: Annotated[
         int, typer.Option(min=0, rich_help_panel=_HARDWARE, help="Size of OFT blocks, if all of them are OFT.")
     ] = 0,
+    adapter_tokens: Annotated[
+        int,
+        typer.Option(min=0, rich_help_panel=_HARDWARE, help="Virtual tokens that each puts before prompts."),
+    ] = 0,
+    adapter_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--adapter-prefixes", rich_help_panel=_HARDWARE, help="These are keys and values (prefix tuning)."
+        ),
+    ] = False,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -257,6 +267,8 @@ def plan(
         adapter_rows=adapter_rows,
         adapter_vectors=adapter_vectors,
         adapter_blocks=adapter_blocks,
+        adapter_tokens=adapter_tokens,
+        adapter_prefixes=adapter_prefixes,
         headroom=Headroom(utilisation, _or(spares, 0 if own else 1)),
         mix=PriceMix(1 - reserved - spot, reserved, spot),
         overheads=Overheads(

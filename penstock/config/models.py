@@ -232,7 +232,7 @@ class ModelConfig:
     adapter_rows: int | None = setting(
         None, doc="Rows of embedding and head that an adapter may replace (modules_to_save, trainable_token_indices); "
         "device memory is reserved for them in every slot. When not set, those of the listed adapters in local "
-        "folders, and at least 64; on CPU any number.", least=0, example="128256",
+        "folders, the virtual tokens of the others, and at least 64; on CPU any number.", least=0, example="128256",
     )  # fmt: skip
     adapter_vectors: bool | None = setting(
         None, doc="Whether a GPU reserves memory in every slot for what adapters do to single outputs of linears and "
@@ -241,12 +241,14 @@ class ModelConfig:
     )  # fmt: skip
     adapter_memory: int | None = setting(
         None, doc="Memory of each GPU that is left free for what adapters have beside their slots, such as the blocks "
-        "of OFT and prefixes. When not set, what the listed adapters in local folders need.", least=0, size=True,
+        "of OFT and prefixes. When not set, what the listed adapters in local folders, and the prefixes of others, "
+        "need.", least=0, size=True,
         example="512MiB",
     )  # fmt: skip
     adapter_tokens: int | None = setting(
         None, doc="Tokens that an adapter may add to the model's vocabulary, or put before prompts (prompt tuning). "
-        "When not set, those of the listed adapters in local folders.", least=0, most=65536, example="16",
+        "When not set, those of the listed adapters in local folders, and the virtual tokens of the others.",
+        least=0, most=65536, example="16",
     )  # fmt: skip
 
     trust_remote_code: tuple[str, ...] = setting(
@@ -290,7 +292,8 @@ class ModelConfig:
 
     def engine_config(self, path: str) -> EngineConfig:
         """Settings of the engine; `path` is the resolved source."""
-        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role", "machines"}
+        made = {"model", "role", "machines", "adapters_elsewhere"}
+        names = {field.name for field in dataclasses.fields(EngineConfig)} - made
         machines: tuple[str, ...] = ()
         if self.placement is not None:
             machines = self.placement.ranks(self.tensor_parallel, self.pipeline_parallel)

@@ -153,7 +153,10 @@ class EngineConfig:
     on this machine need of it. On CPU it means nothing."""
     adapter_tokens: int | None = None
     """Tokens that an adapter may have behind the model's vocabulary. Not set: those of the `adapters` that are folders
-    on this machine."""
+    on this machine, and the virtual ones of the others (`adapters_elsewhere`)."""
+    adapters_elsewhere: tuple[tuple[int, int], ...] = ()
+    """Of each of the `adapters` that is fetched when it is needed, as far as its configuration is known: how many
+    virtual tokens it has, and for how many of them keys and values."""
 
     role: Role = "both"
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""

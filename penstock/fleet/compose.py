@@ -61,6 +61,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"{setting}: {host} is the container itself there; name a server that containers reach"
     for setting, path in files(config):
         yield from _not_absolute(setting, path)
+    if config.request_log.spool and not config.request_log.spool.startswith((f"{_HOME}/", "~/")):
+        yield f"request_log.spool: containers write below {_HOME} only; name a folder there"
     for index, model in enumerate(config.models):
         where = f"models[{index}] ({model.name})"
         if model.autoscale is not None or any(pool.autoscale is not None for pool in model.pools):

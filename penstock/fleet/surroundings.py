@@ -34,6 +34,8 @@ def files(config: Config) -> Iterator[tuple[str, str]]:
     yield "watermark.secret_file", config.watermark.secret_file
     for index, remote in enumerate(config.remotes):
         yield f"remotes[{index}].key_file", remote.key_file
+        if remote.tokenizer and is_local(remote.tokenizer):
+            yield f"remotes[{index}].tokenizer", remote.tokenizer
     for index, server in enumerate(config.tool_servers):
         yield f"tool_servers[{index}].openapi", server.openapi_file
 

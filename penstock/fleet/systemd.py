@@ -111,12 +111,13 @@ def _unit(config: Config, file: str, description: str, kind: str, command: str) 
     # Loading a large model, or downloading it, takes as long as it takes; a start that fails ends by itself.
     start = [f"Type={kind}", f"ExecStart={command}", "TimeoutStartSec=infinity"]
     secret = ""
-    if config.fleet.secret_file:
-        # systemd reads it as root and hands over a copy that only this unit can read.
-        secret = (
-            f"LoadCredential=fleet.secret:{config.fleet.secret_file}\n"
-            "Environment=PENSTOCK_FLEET__SECRET_FILE=%d/fleet.secret\n"
-        )
+    # systemd reads them as root and hands over copies that only this unit can read.
+    for section, path in (("fleet", config.fleet.secret_file), ("watermark", config.watermark.secret_file)):
+        if path:
+            secret += (
+                f"LoadCredential={section}.secret:{path}\n"
+                f"Environment=PENSTOCK_{section.upper()}__SECRET_FILE=%d/{section}.secret\n"
+            )
     low = config.server.port < 1024
     granted = "CAP_NET_BIND_SERVICE" if low else ""
     return _UNIT.format(

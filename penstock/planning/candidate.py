@@ -43,6 +43,8 @@ class Options:
     adapter_rows: int = 64
     adapter_vectors: bool = False
     adapter_blocks: int = 0
+    adapter_tokens: int = 0
+    adapter_prefixes: bool = False
     headroom: Headroom = field(default_factory=Headroom)
     mix: PriceMix = field(default_factory=PriceMix)
     overheads: Overheads = field(default_factory=Overheads)
@@ -132,7 +134,8 @@ def deployments(
                         shared_prefix=shared_prefix, speculation=options.speculation,
                         adapter_slots=options.adapter_slots, adapter_rank=options.adapter_rank,
                         adapter_rows=options.adapter_rows, adapter_vectors=options.adapter_vectors,
-                        adapter_blocks=options.adapter_blocks,
+                        adapter_blocks=options.adapter_blocks, adapter_tokens=options.adapter_tokens,
+                        adapter_prefixes=options.adapter_prefixes,
                     )  # fmt: skip
                 except ConfigError as error:
                     yield Rejected(f"{device.name}, TP {tensor}, PP {stages}", "layout", str(error), float("inf"))

@@ -92,12 +92,17 @@ class Deployment:
     """Whether memory is reserved for what adapters do to single outputs and norms."""
     adapter_blocks: int = 0
     """Size of the blocks by which each adapter turns the inputs of every linear (OFT); 0: none does."""
+    adapter_tokens: int = 0
+    """Virtual tokens that each adapter puts before prompts (prompt tuning, prefix tuning); 0: none does."""
+    adapter_prefixes: bool = False
+    """Whether adapters have keys and values for these tokens (prefix tuning, cartridges)."""
 
     def __post_init__(self) -> None:
         for name, least in (
             ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
             ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
             ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0), ("adapter_blocks", 0),
+            ("adapter_tokens", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -113,10 +118,12 @@ class Deployment:
                 f"max_model_len: {self.max_model_len} is more than the {self.shape.max_positions} positions of "
                 f"{self.shape.name}"
             )
-        if self.shared_prefix >= self.context_len:
-            raise ConfigError(
-                f"shared_prefix: {self.shared_prefix} tokens do not fit a context of {self.context_len} tokens"
-            )
+        for name in ("shared_prefix", "adapter_tokens"):
+            tokens = getattr(self, name)
+            if tokens >= self.context_len:
+                raise ConfigError(f"{name}: {tokens} tokens do not fit a context of {self.context_len} tokens")
+        if self.adapter_prefixes and self.shape.mla is not None:
+            raise ConfigError(f"adapter_prefixes: {self.shape.name} has latent attention, which takes no prefixes")
         if self.device.kind == "cpu" and self.devices > 1:
             raise ConfigError(
                 f"{self.device.name}: tensor_parallel and pipeline_parallel are for GPUs; run replicas instead"
@@ -236,6 +243,8 @@ class Deployment:
             max_model_len=None,
             shared_prefix=0,
             adapter_slots=0,
+            adapter_tokens=0,
+            adapter_prefixes=False,
         )
 
     @property

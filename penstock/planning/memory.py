@@ -240,6 +240,7 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
     activations = activation_bytes(deployment) + gathered_bytes(deployment) if kind == "gpu" else 0
     adapters = adapter_bytes(deployment, stage) + adapter_row_bytes(deployment, stage)
     adapters += adapter_vector_bytes(deployment, stage) + adapter_block_bytes(deployment, stage)
+    adapters += adapter_token_bytes(deployment, stage)
     free = capacity - runtime - weights - adapters - activations
     room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
     if deployment.kv_memory is not None:
@@ -301,7 +302,9 @@ def adapter_row_bytes(deployment: Deployment, stage: int = 0) -> int:
     if stage or deployment.device.kind != "gpu":
         return 0
     row = 2 * deployment.shape.hidden + 8
-    return deployment.adapter_slots * (2 * deployment.adapter_rows * row + 4 * deployment.shape.vocab)
+    # Virtual tokens have rows of their own, unless their keys and values are stored.
+    rows = max(deployment.adapter_rows, 0 if deployment.adapter_prefixes else deployment.adapter_tokens)
+    return deployment.adapter_slots * (2 * rows * row + 4 * deployment.shape.vocab)
 
 
 def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
@@ -341,6 +344,18 @@ def adapter_block_bytes(deployment: Deployment, stage: int = 0) -> int:
         if shape.moe is None or not shape.moe.layers[layer]:
             inputs += 2 * shape.hidden + shape.ffn // tensor
     return deployment.adapter_slots * 4 * size * inputs
+
+
+def adapter_token_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of the virtual tokens of all adapters in slots, on each device of a stage: their blocks in the KV cache,
+    which the requests of an adapter share, and the keys and values that prefixes have beside their slots
+    (`engine.adapters.prefixes`)."""
+    tokens = deployment.adapter_tokens
+    total = -(-tokens // deployment.block_size) * kv_block_bytes(deployment, stage)
+    if deployment.adapter_prefixes and deployment.device.kind == "gpu":
+        width = 2 * deployment.kv_heads_per_device * deployment.shape.head_dim
+        total += 2 * tokens * width * deployment.shape.attended_in(*_span(deployment, stage))
+    return deployment.adapter_slots * total
 
 
 def _altered_rest(deployment: Deployment, layer: int) -> int:

@@ -15,7 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.engine.adapters.spec import CONFIG, WEIGHTS, AdapterSpec, changes_outputs, default_rank
+from penstock.engine.adapters.spec import (
+    CONFIG,
+    WEIGHTS,
+    AdapterSpec,
+    changes_outputs,
+    default_rank,
+    stored_keys,
+    virtual_tokens,
+)
 from penstock.errors import SourceError
 
 if TYPE_CHECKING:
@@ -131,10 +139,15 @@ class Needs:
     """`adapter_rank` when none is configured: the largest rank of the listed adapters."""
     vectors: bool
     """`adapter_vectors` when it is not configured: whether one of them changes single outputs or norms."""
+    elsewhere: tuple[tuple[int, int], ...] = ()
+    """See `EngineConfig.adapters_elsewhere`."""
 
     @classmethod
-    def of(cls, folders: Sequence[Path]) -> Needs:
-        return cls(default_rank(folders), any(map(changes_outputs, folders)))
+    def of(cls, folders: Sequence[Path], fetched: Sequence[Path] = ()) -> Needs:
+        """`fetched`: with the configurations of those that are elsewhere."""
+        every = [*folders, *fetched]
+        elsewhere = tuple((virtual_tokens(one), stored_keys(one)) for one in fetched)
+        return cls(default_rank(every), any(map(changes_outputs, every)), elsewhere)
 
 
 def needs_of_listed(specs: Sequence[AdapterSpec]) -> Needs:
@@ -150,20 +163,21 @@ def needs_of_listed(specs: Sequence[AdapterSpec]) -> Needs:
             pool.submit(_fetch_config, spec.source, Path(scratch) / str(number)): spec
             for number, spec in enumerate(remote)
         }
+        fetched: list[Path] = []
         done, late = wait_for(lookups, timeout=_LOOKUP_S)
         pool.shutdown(wait=False, cancel_futures=True)
         problems = {lookups[lookup].name: "no answer in time" for lookup in late}
         for lookup in done:
             error = lookup.exception()
             if error is None:
-                folders.append(lookup.result())
+                fetched.append(lookup.result())
             else:
                 problems[lookups[lookup].name] = str(error)
-        needs = Needs.of(folders)
+        needs = Needs.of(folders, fetched)
     for name, problem in problems.items():
         log.warning(
-            "the rank of adapter %s is not known (%s): slots are made for rank %d, or adapter_rank; set that, and "
-            "adapter_vectors, if it needs more",
+            "the rank of adapter %s is not known (%s): slots are made for rank %d, or adapter_rank; set that, "
+            "adapter_vectors and adapter_tokens if it needs more",
             name, problem, needs.rank,
         )  # fmt: skip
     return needs

@@ -230,7 +230,7 @@ def test_every_key_is_documented() -> None:
 
 
 def test_every_engine_setting_can_be_configured() -> None:
-    made = {"model", "role", "machines"}  # by the resolved source, the replica, the placement
+    made = {"model", "role", "machines", "adapters_elsewhere"}  # by source, replica, placement, fetched adapters
     assert {field.name for field in dataclasses.fields(EngineConfig)} - made <= {
         field.name for field in dataclasses.fields(ModelConfig)
     }

@@ -31,6 +31,7 @@ def deployed(shape: ModelShape = SMALL, on: str = "h100", **settings: Any) -> De
         ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
         ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
         ("adapter_slots", 0), ("adapter_rank", 1), ("adapter_rows", 0), ("adapter_blocks", 0),
+        ("adapter_tokens", 0),
     ],
 )  # fmt: skip
 def test_the_least_of_a_setting(name: str, least: int) -> None:
@@ -44,6 +45,8 @@ def test_the_least_of_a_setting(name: str, least: int) -> None:
     [
         ({"max_model_len": 640}, {"max_model_len": 641}),
         ({"shared_prefix": 639}, {"shared_prefix": 640}),
+        ({"adapter_tokens": 639}, {"adapter_tokens": 640}),
+        ({"adapter_prefixes": True}, {"shape": replace(SMALL, mla=MLA), "adapter_prefixes": True}),
         ({"max_model_len": 64, "shared_prefix": 63}, {"max_model_len": 64, "shared_prefix": 64}),
         ({"memory_share": 1.0}, {"memory_share": 1.01}),
         ({"memory_share": 0.01}, {"memory_share": 0.0}),

@@ -19,6 +19,7 @@ from penstock.planning.memory import (
     adapter_block_bytes,
     adapter_bytes,
     adapter_row_bytes,
+    adapter_token_bytes,
     adapter_vector_bytes,
     device_weights,
     kv_block_bytes,
@@ -296,6 +297,30 @@ def test_blocks_of_adapters_that_turn_inputs() -> None:
     assert [adapter_block_bytes(stages, stage) for stage in (0, 1)] == [4 * 2 * 2 * split, 4 * 2 * 3 * split]
     routed = adapter_block_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1, adapter_blocks=1))
     assert routed == 4 * (5 * (3 * 24 + 48) + 2 * 24 + 60)
+
+
+def test_virtual_tokens_of_adapters() -> None:
+    """Blocks in the cache that the requests of an adapter share; rows of the embedding, or keys and values in two
+    bytes beside the slot."""
+    assert adapter_token_bytes(deployed(adapter_slots=3)) == 0
+    block = kv_block_bytes(deployed())
+    for tokens, blocks in ((1, 1), (16, 1), (17, 2)):
+        assert adapter_token_bytes(deployed(adapter_slots=3, adapter_tokens=tokens)) == 3 * blocks * block
+    one = deployed(adapter_slots=1, adapter_tokens=100)
+    row, table = 2 * SMALL.hidden + 8, 4 * SMALL.vocab
+    assert adapter_row_bytes(one) == 2 * 100 * row + table, "more than the 64 rows that there are anyway"
+    prefixes = deployed(adapter_slots=1, adapter_tokens=100, adapter_prefixes=True)
+    assert adapter_row_bytes(prefixes) == 2 * 64 * row + table
+    assert adapter_token_bytes(prefixes) == 7 * block + 100 * 5 * 2 * 24 * 2
+    stages = deployed(adapter_slots=1, adapter_tokens=10, adapter_prefixes=True, tensor_parallel=3, pipeline_parallel=2)
+    assert [adapter_token_bytes(stages, stage) for stage in (0, 1)] == [
+        kv_block_bytes(stages, stage) + 10 * layers * 2 * 8 * 2 for stage, layers in ((0, 2), (1, 3))
+    ]
+    on_cpu = deployed(adapter_slots=1, adapter_tokens=100, adapter_prefixes=True, on="cpu-16")
+    assert adapter_token_bytes(on_cpu) == 7 * kv_block_bytes(on_cpu), "what is beside a slot is in host memory"
+    together = adapter_bytes(one) + adapter_row_bytes(one) + adapter_token_bytes(one)
+    plan = with_room(BLOCK * 100 + together, adapter_slots=1, adapter_tokens=100)
+    assert plan.blocks == 92 and plan.adapters == together
 
 
 def test_adapters() -> None:

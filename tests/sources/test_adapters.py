@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from penstock.config.models import ModelConfig
 from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
-from penstock.engine.startup.adapters import adapter_rank
+from penstock.engine.startup.adapters import adapter_rank, row_count, token_count
 from penstock.errors import SourceError
 from penstock.sources import adapters, hub
 from penstock.sources.adapters import TextFetcher, adapter_folder, needs_of_listed
@@ -65,6 +68,24 @@ def test_of_adapters_elsewhere_only_the_configuration_is_fetched(
         assert needs_of_listed(listed).rank == 48
     assert sorted(asked) == ["org/a adapter_config.json", "org/gone adapter_config.json"]
     assert "the rank of adapter gone is not known (no answer from the hub)" in caplog.text
+
+
+def test_virtual_tokens_of_adapters_elsewhere_have_room(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their configuration says how many they are, so `adapter_tokens` need not be set."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    for name, kind, count in (("prompt", "PROMPT_TUNING", 100), ("prefix", "PREFIX_TUNING", 30), ("lora", "LORA", 0)):
+        config = {"peft_type": kind, "num_virtual_tokens": count, "r": 8}
+        store.files[f"/bucket/{name}/adapter_config.json"] = (json.dumps(config).encode(), f'"{name}"')
+    listed = tuple(AdapterSpec(name, f"s3://bucket/{name}") for name in ("prompt", "prefix", "lora"))
+    needs = needs_of_listed(listed)
+    assert sorted(needs.elsewhere) == [(0, 0), (30, 30), (100, 0)]
+    config = EngineConfig(model="m", adapters=listed, adapters_elsewhere=needs.elsewhere)
+    assert token_count(config, 1000) == 100
+    assert token_count(replace(config, adapter_tokens=7), 1000) == 7, "what is set is a limit"
+    assert row_count(config, cast(Backend, SimpleNamespace(in_host_memory=False))) == 100
+    assert not list((tmp_path / "cache").rglob("*.safetensors")), "nothing else was fetched"
 
 
 def test_a_hub_that_does_not_answer_holds_up_the_start_only_so_long(

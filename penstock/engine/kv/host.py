@@ -299,8 +299,11 @@ class HostTier:
     def _rest(self) -> None:
         """What was to be copied has been, or is held no longer."""
         moving, self._moving = self._moving, {}
+        restored = set(self._transfers.back.values())
         for name, slot in moving.items():
             self._settle(name, slot)
+            if slot in restored:
+                self._move_to_front(name)
 
     def _settle(self, name: bytes, slot: int) -> None:
         """A block is here and may leave; it was used just now."""
@@ -309,6 +312,12 @@ class HostTier:
             if name not in self._written and name not in self._unwritten and not self.disk.is_writing(name):
                 (self._written if name in self.disk else self._unwritten)[name] = None
             self._touch(name)
+
+    def _move_to_front(self, name: bytes) -> None:
+        """The device has a block too: its copy here leaves before those that are the only ones."""
+        for names in (self._resting, self._written, self._unwritten):
+            if name in names:
+                names.move_to_end(name, last=False)
 
     def _of_slots(self, slots: Collection[int]) -> list[bytes]:
         """The blocks in those of these slots that copies use."""

@@ -97,6 +97,7 @@ def beside_slots(config: EngineConfig, backend: Backend, cut: AdapterCut, dtype:
         + (_visit_bytes(cut) if changes_experts(folder) and changes_outputs(folder) else 0)
         for folder in folders
     ]
+    found += [prefix_bytes(keys, cut, dtype) for _, keys in config.adapters_elsewhere]
     return sum(sorted(found, reverse=True)[: slot_count(config)])
 
 
@@ -124,7 +125,8 @@ def row_count(config: EngineConfig, backend: Backend) -> int | None:
         return config.adapter_rows
     if config.adapter_rows is not None:
         return config.adapter_rows
-    return max((_FEW_ROWS, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
+    elsewhere = [virtual for virtual, _ in config.adapters_elsewhere]
+    return max((_FEW_ROWS, *elsewhere, *(replaced_rows(Path(spec.source).expanduser()) for spec in config.adapters)))
 
 
 def token_count(config: EngineConfig, vocabulary: int) -> int:
@@ -133,6 +135,7 @@ def token_count(config: EngineConfig, vocabulary: int) -> int:
         return config.adapter_tokens
     folders = [Path(spec.source).expanduser() for spec in config.adapters]
     counts = [stored_tokens(folder) - vocabulary for folder in folders] + [virtual_tokens(one) for one in folders]
+    counts += [virtual for virtual, _ in config.adapters_elsewhere]
     return min(MOST_TOKENS, max((0, *counts)))
 
 
@@ -171,7 +174,8 @@ def adapt_model(
     activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
     pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
-    base, room = None, 0 if library is not None else token_count(config, decoder.config.vocab_size)
+    takes_tokens = library is None or layout.virtual_only
+    base, room = None, token_count(config, decoder.config.vocab_size) if takes_tokens else 0
     if library is None:
         with torch.inference_mode():
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
@@ -207,11 +211,12 @@ def adapt_model(
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
-    if layout.ends and any(site.end for site in layout.sites):
+    if (layout.ends or layout.virtual_only) and any(site.end for site in layout.sites):
+        width = next((site.outputs for site in layout.sites if site.end == "embedding"), decoder.config.hidden_size)
         kernel.rows = RowBank(
             slots,
             decoder.config.vocab_size,
-            decoder.config.hidden_size,
+            width,
             activations,
             decoder.embedding.device,
             most=None if backend.in_host_memory else most_rows,

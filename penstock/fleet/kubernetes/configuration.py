@@ -1,7 +1,8 @@
 """The configuration as the pods read it: what a ConfigMap may hold, and what a Secret must.
 
 Invariant: no password, key or token is in the ConfigMap. A URL keeps its host there, without credentials, and an
-environment variable from the Secret replaces it as a whole; lists of headers move as they are.
+environment variable from the Secret replaces it as a whole; lists of headers move as they are. Files with secrets are
+keys of the Secret, mounted into the pods of gateways under the paths that the ConfigMap names.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.errors import ConfigError
 
 FOLDER = "/etc/penstock"
 FILE = f"{FOLDER}/penstock.yaml"
+SECRET_FOLDER = f"{FOLDER}/secret"
 RANK_KEYS = f"{FOLDER}/ranks"
 """Where the CURVE keys of machines that share a model are mounted."""
 RANK_PORT = 7001
@@ -49,12 +51,23 @@ class SecretSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class SecretFile:
+    """A file with a secret that gateways read, which is a key of the Secret."""
+
+    setting: str
+    key: str
+    path: str
+    """On the machine of whoever deploys."""
+
+
+@dataclass(frozen=True, slots=True)
 class PodConfiguration:
     """What is mounted into pods, and which settings are in the Secret."""
 
     config: Config
     text: str
     secrets: tuple[SecretSetting, ...]
+    files: tuple[SecretFile, ...] = ()
 
     @property
     def checksum(self) -> str:
@@ -93,6 +106,7 @@ def for_pods(config: Config, tree: dict[str, Any], *, redis: bool) -> PodConfigu
     fleet = tree.get("fleet") or {}
     for key in _OF_THE_POD:
         fleet.pop(key, None)
+    files = tuple(_take_files(tree))
     secrets = [SecretSetting(path) for path in _take_secrets(tree)]
     if not config.store.url:
         secrets.append(SecretSetting(("store", "url")))
@@ -101,7 +115,7 @@ def for_pods(config: Config, tree: dict[str, Any], *, redis: bool) -> PodConfigu
     if not fleet:
         tree.pop("fleet", None)
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
-    return PodConfiguration(config, text, tuple(dict.fromkeys(secrets)))
+    return PodConfiguration(config, text, tuple(dict.fromkeys(secrets)), files)
 
 
 def _for_one_pod(entry: dict[str, Any]) -> None:
@@ -117,6 +131,18 @@ def _for_one_pod(entry: dict[str, Any]) -> None:
     elif entry.get("devices"):
         known = list(dict.fromkeys(entry["devices"]))
         entry["devices"] = [f"cuda:{known.index(device)}" for device in entry["devices"]]
+
+
+def _take_files(tree: dict[str, Any]) -> Iterator[SecretFile]:
+    """Has the settings that name files with secrets of gateways name the keys of the Secret instead."""
+    watermark = tree.get("watermark") or {}
+    holders = [("watermark", watermark, "secret_file", "watermark-secret")]
+    for index, remote in enumerate(tree.get("remotes") or ()):
+        holders.append((f"remotes[{index}]", remote, "key_file", f"remote-{index}-key"))
+    for where, holder, name, key in holders:
+        if path := holder.get(name):
+            holder[name] = f"{SECRET_FOLDER}/{key}"
+            yield SecretFile(f"{where}.{name}", key, str(path))
 
 
 def _take_secrets(tree: dict[str, Any]) -> Iterator[tuple[str, ...]]:

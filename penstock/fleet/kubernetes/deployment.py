@@ -19,6 +19,8 @@ from penstock.fleet.surroundings import is_local, servers_on_this_machine, sourc
 from penstock.protocol.address import is_loopback
 
 MODELS = "/models"
+HOME = "/var/lib/penstock"
+"""The only folder besides /tmp that a pod writes to."""
 """Where the claim with models is mounted."""
 
 
@@ -115,6 +117,17 @@ def _problems(config: Config, tree: dict[str, Any], options: ClusterOptions, red
         f"{setting}: {host} is the pod itself there; name a server that pods reach"
         for setting, host in servers_on_this_machine(config)
     ]
+    problems += [
+        f"tool_servers[{index}].openapi: there is no file {server.openapi_file} to write into the ConfigMap"
+        for index, server in enumerate(config.tool_servers)
+        if server.openapi_file and "\n" not in tree["tool_servers"][index]["openapi"]
+    ]
+    spool = PurePosixPath(config.request_log.spool or HOME)
+    if not any(spool.is_relative_to(folder) for folder in (HOME, "/tmp")):
+        problems.append(f"request_log.spool: pods write below {HOME} and /tmp only; name a folder there")
+    for index, remote in enumerate(config.remotes):
+        if remote.tokenizer:
+            problems += [f"remotes[{index}].tokenizer: {why}" for why in _source_problems(remote.tokenizer, options)]
     if config.server.loaded_models:
         problems.append("server.loaded_models: a file of one pod; list the models in the configuration")
     cache = config.cache

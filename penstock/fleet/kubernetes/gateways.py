@@ -79,7 +79,7 @@ def _pod(deployment: Deployment, selected: dict[str, str]) -> Json:
         "terminationGracePeriodSeconds": grace_s(deployment),
         "topologySpreadConstraints": pods.spread(selected),
         "containers": [_container(deployment)],
-        "volumes": [*pods.volumes(deployment), {"name": "home", "emptyDir": {}}],
+        "volumes": [*pods.volumes(deployment, deployment.pods.files), {"name": "home", "emptyDir": {}}],
     }
     if deployment.options.priority_classes:
         spec["priorityClassName"] = f"{deployment.name}-gateway"

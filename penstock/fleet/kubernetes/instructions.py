@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def secret_keys(deployment: Deployment) -> dict[str, str]:
     found = {FLEET_SECRET: "file"}
     for setting in deployment.pods.secrets:
         found[setting.key] = _EXAMPLES.get(setting.key, f"the value of {'.'.join(setting.path)}")
+    for file in deployment.pods.files:
+        found[file.key] = "file"
     for name in credentials(deployment.config):
         found[name] = f"the value of ${name}"
     if deployment.options.service_monitor:
@@ -32,6 +35,7 @@ def instructions(deployment: Deployment, output: Path | None, *, helm: bool) -> 
     yield f"\nBefore the first time, in the namespace {options.namespace}:\n"
     yield f"  penstock fleet secret {FLEET_SECRET}"
     words = [f"--from-file={FLEET_SECRET}"]
+    words += [f"--from-file={file.key}={shlex.quote(file.path)}" for file in deployment.pods.files]
     words += [f"--from-literal={key}='{text}'" for key, text in secret_keys(deployment).items() if text != "file"]
     yield f"  {kubectl} create secret generic {options.secret_name} " + " ".join(words)
     for model in deployment.config.models:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.fleet.kubernetes.configuration import FILE, FOLDER, SecretSetting
-from penstock.fleet.kubernetes.deployment import MODELS, Deployment
+from penstock.fleet.kubernetes.configuration import FILE, SECRET_FOLDER, SecretFile, SecretSetting
+from penstock.fleet.kubernetes.deployment import HOME, MODELS, Deployment
 from penstock.fleet.kubernetes.parameters import Json
 from penstock.fleet.surroundings import source_variables
 
 USER = 10001
 """Of the image."""
-HOME = "/var/lib/penstock"
-"""The only folder besides /tmp that a pod writes to."""
 FLEET_SECRET = "fleet-secret"
 """Key of the Secret."""
-_SECRET_FOLDER = f"{FOLDER}/secret"
 
 
 def pod_security() -> Json:
@@ -64,7 +61,7 @@ def common_env(deployment: Deployment) -> list[Json]:
         *folder_env(),
         variable("PENSTOCK_FLEET__MACHINE", "$(POD_NAME)"),
         variable("PENSTOCK_FLEET__ADVERTISE", "$(POD_IP)"),
-        variable("PENSTOCK_FLEET__SECRET_FILE", f"{_SECRET_FOLDER}/{FLEET_SECRET}"),
+        variable("PENSTOCK_FLEET__SECRET_FILE", f"{SECRET_FOLDER}/{FLEET_SECRET}"),
         # Kubernetes copies these labels from the machine to the pod since 1.35; before, they are empty.
         from_field("PENSTOCK_FLEET__REGION", "metadata.labels['topology.kubernetes.io/region']"),
         from_field("PENSTOCK_FLEET__ZONE", "metadata.labels['topology.kubernetes.io/zone']"),
@@ -95,7 +92,7 @@ def source_env(deployment: Deployment, sources: Iterable[str]) -> list[Json]:
 def mounts(deployment: Deployment) -> list[Json]:
     found: list[Json] = [
         {"name": "configuration", "mountPath": FILE, "subPath": "penstock.yaml", "readOnly": True},
-        {"name": "secret", "mountPath": _SECRET_FOLDER, "readOnly": True},
+        {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
         *folder_mounts(),
     ]
     if deployment.options.models_claim:
@@ -103,8 +100,9 @@ def mounts(deployment: Deployment) -> list[Json]:
     return found
 
 
-def volumes(deployment: Deployment) -> list[Json]:
-    """All but `home`, which is a claim for engines."""
+def volumes(deployment: Deployment, files: Iterable[SecretFile] = ()) -> list[Json]:
+    """All but `home`, which is a claim for engines. `files`: keys of the Secret that are files of these pods."""
+    keys = [FLEET_SECRET, *(file.key for file in files)]
     found: list[Json] = [
         {"name": "configuration", "configMap": {"name": deployment.name}},
         {
@@ -112,7 +110,7 @@ def volumes(deployment: Deployment) -> list[Json]:
             "secret": {
                 "secretName": deployment.secret,
                 "defaultMode": 0o440,
-                "items": [{"key": FLEET_SECRET, "path": FLEET_SECRET}],
+                "items": [{"key": key, "path": key} for key in keys],
             },
         },
         {"name": "tmp", "emptyDir": {}},

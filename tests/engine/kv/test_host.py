@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from hypothesis import settings
@@ -228,3 +230,49 @@ def test_what_is_here_already_is_kept_without_a_copy() -> None:
     assert tier.keep(5, b"a") and tier.take() is None and tier.used == 1
     assert tier.keep(2, b"b") and tier.keep(3, b"c"), "the one that rests makes room"
     assert b"a" not in tier and not tier.keep(4, b"d"), "every slot is busy"
+
+
+def test_what_the_device_has_too_leaves_the_host_first() -> None:
+    """Blocks that came back are there twice; those that are only here stay longer, whenever they came."""
+    host = HostTier(3, idle_s=30.0)
+    for number, name in enumerate((b"a", b"b", b"c"), start=1):
+        host.keep(number, name)
+    host.take()
+    host.hold(b"c")
+    host.restore(b"c", 7)
+    host.take()
+    host.keep(4, b"d")
+    host.take()
+    assert [name for name in (b"a", b"b", b"c", b"d") if name in host] == [b"a", b"b", b"d"]
+    host.check()
+
+
+def test_conversations_that_fit_into_both_tiers_are_never_lost() -> None:
+    """Sixteen of ten blocks each, in any order: 160 blocks in 100 on the device and 80 on the host."""
+    host = HostTier(80, idle_s=30.0)
+    pool, order = BlockPool(101, host), random.Random(0)
+    for name in (b"%d.%d" % (talk, block) for talk in range(16) for block in range(10)):
+        block = pool.allocate()
+        pool.name(block, name)
+        pool.release(block)
+        host.take()
+    for _ in range(400):
+        talk = order.randrange(16)
+        names = [b"%d.%d" % (talk, number) for number in range(10)]
+        blocks = [pool.find(name) for name in names]
+        assert all(block is not None or name in host for name, block in zip(names, blocks, strict=True))
+        for name, found in zip(names, blocks, strict=True):
+            if found is None:
+                host.hold(name)
+            else:
+                pool.share(found)
+        held = [found for found in blocks if found is not None]
+        for name, found in zip(names, blocks, strict=True):
+            if found is None:
+                block = pool.allocate()
+                pool.name(block, name)
+                host.restore(name, block)
+                held.append(block)
+        host.take()
+        pool.release_many(reversed(held))
+    pool.check()

@@ -18,6 +18,8 @@ from penstock.errors import CheckpointError
 from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.tiny import write_checkpoint
 
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -33,6 +35,8 @@ NAMES = {
     "self_attn.o_proj.weight": "attn_output.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"{name}.weight": f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")},
+    "shared_head.norm.weight": "nextn.shared_head_norm.weight",
     **{f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
@@ -141,6 +145,9 @@ def convert(
             "rope.scaling.yarn_beta_slow": rope["beta_slow"],
             "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
         }
+    further = sum(name.endswith("nextn.eh_proj.weight") for name in tensors)
+    if further:
+        metadata |= {"nextn_predict_layers": further, "block_count": config["num_hidden_layers"] + further}
     metadata = {key: value for key, value in (metadata | changed).items() if key not in leave_out}
     few = {} if quantized is None else {n: quantized for n, t in tensors.items() if t.ndim > 1 and not t.shape[-1] % 32}
     arch = {"general.architecture": "deepseek2", **{f"deepseek2.{key}": value for key, value in metadata.items()}}
@@ -200,7 +207,7 @@ def test_a_quantized_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"expert_gating_func": 1}, "does not normalize"),
         ({"rope.scaling.yarn_log_multiplier": 0.0}, "yarn_log_multiplier"),
         ({"attention.temperature_scale": 0.1}, "temperature_scale"),
-        ({"nextn_predict_layers": 1}, "nextn_predict_layers"),
+        ({"nextn_predict_layers": 3}, "nextn_predict_layers is 3 of 3 layers"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -215,3 +222,17 @@ def test_files_from_before_groups_choose_among_all_experts(tmp_path: Path, monke
     folder = write("v3", tmp_path, monkeypatch)
     config = GGUFCheckpoint(convert(folder, leave_out=("expert_group_count", "expert_group_used_count"))).config
     assert (config["n_group"], config["topk_group"]) == (1, 1)
+
+
+def test_the_layer_for_multi_token_prediction_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the converter writes it for GLM-4.7-Flash, whose files are of this architecture."""
+    monkeypatch.setitem(tiny.FAMILIES, "converted", MODELS["v3"])
+    folder = write_mtp("converted", tmp_path)
+    request = greedy("a", [23 * i % 199 for i in range(40)], 12)
+    expected = generate(make_engine(folder), request)
+    file = convert(folder)
+    assert generate(make_engine(file), request) == expected
+    alone, engine = (eager_engine(source, speculation="mtp") for source in (folder, file))
+    assert generate(engine, request) == generate(alone, request) == expected
+    assert engine.load_snapshot().accepted_tokens == alone.load_snapshot().accepted_tokens
+    assert engine.load_snapshot().draft_tokens > 5

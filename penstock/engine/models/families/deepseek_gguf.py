@@ -1,4 +1,5 @@
-"""GGUF files of DeepSeek V2, V3 and R1 and of Kimi K2 (`deepseek2`), as llama.cpp's converter has written them.
+"""GGUF files of DeepSeek V2, V3 and R1, Kimi K2 and GLM-4.7-Flash (`deepseek2`), as llama.cpp's converter has written
+them.
 
 Older files describe heads as they are and keep the matrix that makes keys and values as one. Newer ones describe
 attention in the space of the latents (one KV head), with the sizes of heads beside it, and keep the matrix in two parts
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.engine.models.families.family import GGUFFormat, GGUFKeys, HFConfig
+from penstock.engine.models.families.family import NEXTN_KEY, GGUFFormat, GGUFKeys, HFConfig, drafting_layers
 from penstock.errors import CheckpointError
 
 ARCHITECTURE = "deepseek2"
@@ -107,7 +108,10 @@ def _v2(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
 
 
 def _v3(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    return {**_shared(keys, config), **_groups(keys), "norm_topk_prob": _normalizes(keys), "rope_interleave": True}
+    # llama.cpp's converter leaves the layer that drafts out of DeepSeek's files, and writes that of GLM-4.7-Flash.
+    layers = drafting_layers(keys, config)
+    shared = _shared(keys, {**config, **layers})
+    return {**layers, **shared, **_groups(keys), "norm_topk_prob": _normalizes(keys), "rope_interleave": True}
 
 
 V2_FORMAT = GGUFFormat(
@@ -117,7 +121,7 @@ V3_FORMAT = GGUFFormat(
     architectures=(ARCHITECTURE,),
     applies=_scores_by_sigmoids,
     config=_v3,
-    reads=_READS,
+    reads=_READS | {NEXTN_KEY},
     windowed=False,
     own_head_sizes=True,
     tensors=_TENSORS,

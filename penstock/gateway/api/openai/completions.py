@@ -40,6 +40,8 @@ class CompletionEndpoints:
     async def completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _decoder(exchange, await exchange.body(settings.body_limit))
+        if request.stream_options is not None:
+            request.stream_options.apply(exchange)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         respell(request)
         n = request.n or 1
@@ -80,7 +82,7 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if not prompt:
         raise InvalidRequest("`prompt` is empty.", param="prompt")
     kind = type(prompt[0])
-    if any(type(item) is not kind for item in prompt):
+    if len(set(map(type, prompt))) > 1:  # a prompt may have a hundred thousand ids
         raise InvalidRequest(
             "`prompt` must be a string, a list of strings, a list of token ids or a list of lists of token ids.",
             param="prompt",
