@@ -173,7 +173,8 @@ def adapt_model(
     activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
     pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
-    base, room = None, 0 if library is not None else token_count(config, decoder.config.vocab_size)
+    takes_tokens = library is None or layout.virtual_only
+    base, room = None, token_count(config, decoder.config.vocab_size) if takes_tokens else 0
     if library is None:
         with torch.inference_mode():
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
@@ -209,11 +210,12 @@ def adapt_model(
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
-    if layout.ends and any(site.end for site in layout.sites):
+    if (layout.ends or layout.virtual_only) and any(site.end for site in layout.sites):
+        width = next((site.outputs for site in layout.sites if site.end == "embedding"), decoder.config.hidden_size)
         kernel.rows = RowBank(
             slots,
             decoder.config.vocab_size,
-            decoder.config.hidden_size,
+            width,
             activations,
             decoder.embedding.device,
             most=None if backend.in_host_memory else most_rows,

@@ -33,9 +33,11 @@ from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.adapters.visits import VisitBank
+from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
+from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
 from penstock.engine.backends.cuda.kernels.tiled_lora import (
     column_kernel,
@@ -48,6 +50,7 @@ from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
+IN_GATE = trials.is_on(trials.LORA_IN_GATE)
 ALL_PARTS = 7
 """See `LoadedAdapter.parts`."""
 
@@ -224,7 +227,7 @@ class TritonLora:
             inputs=site.inputs,
         )
 
-    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
+    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends | UngatedSums:
         step = self._step
         assert step is not None
         # Launched from the host, a second stream would gain nothing; vectors scale the sum, so it must be there.
@@ -233,20 +236,45 @@ class TritonLora:
             self.add(x, y, placed)
             return y
         # Everything is allocated on the stream that joins both, and kept until then.
-        delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
         sums = self._partial(x, placed)
-        ranks = self._tiled(step)[2]
+        ranks = self._tiled(step)[2][placed.index]
+        if IN_GATE and placed.site.attribute == "gate_up" and len(set(placed.site.sizes)) == 1:
+            y = self._at_once(lambda: self._shrink(x, sums, placed), lambda: base(x))
+            return self._ungated(step, placed, y, sums, ranks)
+        delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
+        y = self._at_once(lambda: self._launch(x, sums, delta, placed, add=False), lambda: base(x))
+        return Addends(y, delta, ranks)
+
+    def _at_once(self, aside: Callable[[], None], base: Callable[[], Tensor]) -> Tensor:
+        """What `base` gives; `aside` is launched on the second stream."""
         if self._side is None:
-            self._launch(x, sums, delta, placed, add=False)
-            y = base(x)
-        else:
-            stream = torch.cuda.current_stream(x.device)
-            self._side.wait_stream(stream)
-            with torch.cuda.stream(self._side):
-                self._launch(x, sums, delta, placed, add=False)
-            y = base(x)
-            stream.wait_stream(self._side)
-        return Addends(y, delta, ranks[placed.index])
+            aside()
+            return base()
+        stream = torch.cuda.current_stream(self._bank.device)
+        self._side.wait_stream(stream)
+        with torch.cuda.stream(self._side):
+            aside()
+        y = base()
+        stream.wait_stream(self._side)
+        return y
+
+    def _ungated(self, step: _Step, placed: PlacedSite, y: Tensor, sums: Tensor, ranks: Tensor) -> UngatedSums:
+        slots, tile_ranks, tile_tokens = self._where(step, placed)
+        return UngatedSums(
+            y,
+            sums,
+            self._bank,
+            slots,
+            tile_ranks,
+            tile_tokens,
+            ranks,
+            start=placed.start,
+            inputs=placed.site.inputs,
+            rank=self._rank,
+            tiles=step.tiles,
+            block=step.block,
+            precision=self._precision,
+        )
 
     @property
     def token_slots(self) -> Tensor:
@@ -356,6 +384,10 @@ class TritonLora:
         tile_tokens, tile_ranks, _ = self._tiled(step)
         return step.slots, tile_ranks[placed.index], tile_tokens
 
+    @property
+    def _precision(self) -> str:
+        return "ieee" if self._bank.dtype == torch.float32 else "tf32"
+
     def _common(self, step: _Step, site: Site, splits: int) -> dict[str, Any]:
         return {
             "K": site.inputs,
@@ -363,7 +395,7 @@ class TritonLora:
             "R": self._rank,
             "BLOCK_M": step.block,
             "SPLITS": splits,
-            "PRECISION": "ieee" if self._bank.dtype == torch.float32 else "tf32",
+            "PRECISION": self._precision,
         }
 
     def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:

@@ -1,7 +1,8 @@
 """Variants that no device has been timed with yet. Each is off unless an environment variable says otherwise.
 
 A trial ends with its measurement: it becomes the rule or goes, and its variable with it. What decides on each is in
-`docs/results/h200-kernels.md`. They are read when the process starts and hold for the whole of it.
+`docs/results/h200-kernels.md`, or `adapters.md` beside it. They are read when the process starts and hold for the whole
+of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
 """Captured prompt steps over quantized caches gather keys too, where contexts are short."""
+LORA_IN_GATE = "PENSTOCK_LORA_IN_GATE"
+"""In decode steps of many tokens the gate multiplies by B of its adapters, in the same launch."""
 
 
 def is_on(variable: str) -> bool:

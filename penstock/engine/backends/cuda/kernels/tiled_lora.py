@@ -50,7 +50,7 @@ def tiles_kernel(
 
 
 @triton.jit
-def _rank_and_parts(tile_ranks_ptr: tl.tensor, tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def rank_and_parts(tile_ranks_ptr: tl.tensor, tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Of a tile's adapter: its rank, 0 where it does not touch the site, and a bit for each part that it touches."""
     both = tl.load(tile_ranks_ptr + tile)
     return tl.multiple_of(both & 0xFFFF, 8), both >> 16
@@ -84,7 +84,7 @@ def shrink_kernel(
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
-    rank, touched = _rank_and_parts(tile_ranks_ptr, tile)
+    rank, touched = rank_and_parts(tile_ranks_ptr, tile)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     if (rank == 0) | ((touched >> part & 1) == 0):
         return
@@ -125,7 +125,7 @@ def column_kernel(
     wait_for_inputs(PDL)
     entry = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(tile_slots_ptr + tile)
-    rank, _ = _rank_and_parts(tile_ranks_ptr, tile)
+    rank, _ = rank_and_parts(tile_ranks_ptr, tile)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     if rank == 0:
         return
@@ -135,6 +135,33 @@ def column_kernel(
     a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start
     a = tl.load(a_ptr + ids[:, None] + r[None, :] * K, mask=in_m[:, None] & (r < rank)[None, :], other=0.0)
     tl.store(out_ptr + entry[:, None] * R + r[None, :], a.to(tl.float32), mask=in_m[:, None])
+
+
+@triton.jit
+def up_product(
+    acc: tl.tensor,
+    sums_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    entry: tl.tensor,
+    in_m: tl.tensor,
+    entries: tl.tensor,
+    rank: tl.tensor,
+    n: tl.tensor,
+    in_n: tl.tensor,
+    part: tl.constexpr,
+    PARTS: tl.constexpr,
+    R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """`acc` plus B at outputs `n`, which lie in this part, times the products with A, whose shares are added up."""
+    r = tl.arange(0, R)
+    sums = tl.zeros([entry.shape[0], R], tl.float32)
+    for split in tl.static_range(SPLITS):
+        rows = (split * entries + entry).to(tl.int64) * (PARTS * R) + part * R
+        sums += tl.load(sums_ptr + rows[:, None] + r[None, :], mask=in_m[:, None], other=0.0)
+    b = tl.load(b_ptr + (n * rank)[:, None] + r[None, :], mask=(r < rank)[None, :] & in_n[:, None], other=0.0)
+    return tl.dot(sums.to(b.dtype), tl.trans(b), acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -168,13 +195,12 @@ def expand_kernel(
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
-    rank, touched = _rank_and_parts(tile_ranks_ptr, tile)
+    rank, touched = rank_and_parts(tile_ranks_ptr, tile)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     n = low + tl.arange(0, BLOCK_N)
     b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
     if rank == 0:
         return
-    r = tl.arange(0, R)
     in_m = tokens >= 0
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for part in tl.static_range(PARTS):
@@ -182,13 +208,10 @@ def expand_kernel(
         begin = 0 if part == 0 else END_0 if part == 1 else END_1
         end = N if part == PARTS - 1 else END_0 if part == 0 else END_1
         if (low < end) & (low + BLOCK_N > begin) & ((touched >> part & 1) != 0):
-            sums = tl.zeros([BLOCK_M, R], tl.float32)
-            for split in tl.static_range(SPLITS):
-                rows = (split * entries + entry).to(tl.int64) * (PARTS * R) + part * R
-                sums += tl.load(sums_ptr + rows[:, None] + r[None, :], mask=in_m[:, None], other=0.0)
-            inside = (r < rank)[None, :] & (n >= begin)[:, None] & (n < end)[:, None]
-            b = tl.load(b_ptr + (n * rank)[:, None] + r[None, :], mask=inside, other=0.0)
-            acc = tl.dot(sums.to(b.dtype), tl.trans(b), acc, input_precision=PRECISION)
+            inside = (n >= begin) & (n < end)
+            acc = up_product(
+                acc, sums_ptr, b_ptr, entry, in_m, entries, rank, n, inside, part, PARTS, R, SPLITS, PRECISION
+            )
     at = y_ptr + tokens[:, None] * y_stride + n[None, :]
     mask = in_m[:, None] & (n < N)[None, :]
     if ADD:
