@@ -142,7 +142,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     gc.freeze()
-    gc.set_threshold(5_000, 10, 10)  # tests leave little behind: it need not be looked for as often as by default
+    gc.set_threshold(20_000, 10, 10)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()
     # torch has dozens of loggers that do not propagate: pytest attaches itself to each of them, six times a test.
     for logger in logging.root.manager.loggerDict.values():

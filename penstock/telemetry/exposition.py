@@ -1,8 +1,8 @@
 """Counters, gauges and histograms that cost a fraction of a microsecond, rendered as Prometheus text.
 
-The event loop is the only writer, so there are no locks. Labels are rendered once, when a child is created, and the
-text of unchanged children is reused, so that a scraper polling every 50 ms costs little. That, and updates from
-thousands of streams per second, is why this is not prometheus_client (the tests parse our output with it).
+The event loop is the only writer, so there are no locks. Labels are rendered once per child, and the text of unchanged
+children is reused, so that a scraper polling every 50 ms costs little. That, and updates from thousands of streams per
+second, is why this is not prometheus_client (the tests parse our output with it).
 
 `merge` says how the values of a family combine when several processes serve one port.
 """
@@ -185,29 +185,39 @@ class Gauge(_Scalar):
 
 
 class _HistogramText:
-    """Renders one child; the text is reused while its count stays the same."""
+    """Renders one child; the text is reused while its count stays the same. Labels are rendered with the first scrape,
+    not by the first request that has them: each bucket has all of them."""
 
-    __slots__ = ("_buckets", "_child", "_count", "_sum", "_text", "_written")
+    __slots__ = ("_child", "_labels", "_name", "_prefixes", "_text", "_values", "_written")
 
     def __init__(self, name: str, labels: Sequence[str], values: Sequence[str], child: Buckets) -> None:
-        edges = [*(repr(float(bound)) for bound in child.bounds), "+Inf"]
-        own = render_labels(labels, values)
-        self._buckets = [f"{name}_bucket{render_labels((*labels, 'le'), (*values, edge))} " for edge in edges]
-        self._sum, self._count = f"{name}_sum{own} ", f"{name}_count{own} "
+        self._name, self._labels, self._values = name, labels, values
+        self._prefixes: list[str] = []
         self._child = child
         self._written = -1
         self._text = ""
 
+    def prefixes(self) -> list[str]:
+        """Of the buckets, the sum and the count."""
+        if not self._prefixes:
+            name, own = self._name, render_labels(self._labels, self._values)
+            others = f"{own[1:-1]}," if own else ""
+            edges = [*(repr(float(bound)) for bound in self._child.bounds), "+Inf"]
+            self._prefixes = [f'{name}_bucket{{{others}le="{edge}"}} ' for edge in edges]
+            self._prefixes += (f"{name}_sum{own} ", f"{name}_count{own} ")
+        return self._prefixes
+
     def samples(self) -> Iterator[tuple[str, float]]:
         child, total = self._child, 0
-        for prefix, count in zip(self._buckets, child.counts, strict=True):
+        *buckets, of_sum, of_count = self.prefixes()
+        for prefix, count in zip(buckets, child.counts, strict=True):
             total += count
             yield prefix, total
-        yield self._sum, child.sum
-        yield self._count, total
+        yield of_sum, child.sum
+        yield of_count, total
 
     def exemplars(self) -> Iterator[tuple[str, str]]:
-        return ((self._buckets[bucket], text) for bucket, text in (self._child.exemplars or {}).items())
+        return ((self.prefixes()[bucket], text) for bucket, text in (self._child.exemplars or {}).items())
 
     def text(self, openmetrics: bool) -> str:
         child = self._child

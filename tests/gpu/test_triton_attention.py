@@ -275,6 +275,17 @@ def bench_decode() -> Iterator[Row]:
     yield bandwidth("decode 256 x 1024, 16/8x128", us, decode_bytes(cases))
 
 
+def bench_decode_over_quantized() -> Iterator[Row]:
+    """Long conversations, as agents have them; what is read is half as much as in bf16."""
+    for count, context in ((1, 30000), (4, 30000), (8, 30000), (16, 16000), (32, 30000)):
+        for name, kv in (("bf16", None), ("fp8", FP8), ("int8", INT8)):
+            cases = decode_cases(count, context, LLAMA, kv)
+            us = time_us(
+                [lambda c=c: ops.attention(c.q, c.layout, c.batch, c.k_cache, c.v_cache, c.scales) for c in cases]
+            )
+            yield bandwidth(f"decode {count} x {context}, 32/8x128, {name} cache", us, decode_bytes(cases))
+
+
 def bench_prefill() -> Iterator[Row]:
     for count, length, prefix in (
         (1, 1024, 0),

@@ -69,7 +69,7 @@ class EndTensors:
         form = next((form for form in _FORMS if name.endswith(form)), "")
         path = name.removesuffix(form)
         module = path.rpartition(".")[2]
-        if not form or module not in self.ends:
+        if not form or module not in self.ends or (self.cut.whole.virtual_only and _FORMS[form] != "virtual"):
             return False
         self._keys.setdefault((module, _FORMS[form]), key)
         self._paths[module] = path

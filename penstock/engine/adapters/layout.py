@@ -141,6 +141,8 @@ class AdapterLayout:
     """Whether it has room for embedding and head: stages behind the first have neither."""
     tied: bool = False
     """Whether the head is the embedding."""
+    virtual_only: bool = False
+    """Whether its embedding takes virtual tokens and no other adapters."""
 
     def width(self, rank: int) -> int:
         """The r that an adapter of this rank is stored with."""

@@ -1,13 +1,17 @@
-"""Adapters of models that the `transformers` library runs: they change the linears that all layers have in common."""
+"""Adapters of models that the `transformers` library runs: they change the linears that all layers have in common, or
+put virtual tokens before prompts, whose rows take the place of what the model's embedding gives for them."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
 from penstock.engine.adapters.apply import LoraKernel
-from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, Rows, Site
+from penstock.engine.adapters.layout import EMBEDDING, AdapterCut, AdapterLayout, Rows, Site
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.transformers.decoder import TransformersDecoder
@@ -23,7 +27,10 @@ def layout_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) 
         Site(site.attribute, site.modules, (_size(outputs[0]),), _size(inputs))
         for site, inputs, outputs in zip(cut.whole.sites, cut.inputs, cut.outputs, strict=True)
     )
-    return AdapterLayout(sites, cut.layers[1] - cut.layers[0], by_output)
+    if cut.whole.virtual_only:
+        sites = (*sites[:-1], cut.whole.sites[-1])
+    count = cut.layers[1] - cut.layers[0]
+    return AdapterLayout(sites, count, by_output, ends=False, virtual_only=cut.whole.virtual_only)
 
 
 def cut_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) -> AdapterCut:
@@ -54,8 +61,14 @@ def cut_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) -> 
             name = names[site.attribute]
             inputs[index] = cuts.columns.get(name, inputs[index])
             outputs[index] = cuts.rows.get(name, outputs[index])
+    embedding = decoder.embeds
+    if embedding is not None:
+        width, vocabulary = embedding.embedding_dim, model.vocab_size
+        sites = (*sites, Site(EMBEDDING, (EMBEDDING,), (width,), vocabulary, end="embedding"))
+        inputs.append((0, vocabulary))
+        outputs.append((0, width))
     return AdapterCut(
-        AdapterLayout(sites, model.num_layers, by_output),
+        AdapterLayout(sites, model.num_layers, by_output, ends=False, virtual_only=embedding is not None),
         (0, model.num_layers) if stage is None else stage.junction.span,
         tuple(inputs),
         tuple((each,) for each in outputs),
@@ -85,14 +98,17 @@ def adapt_modules(decoder: TransformersDecoder, kernel: LoraKernel, layout: Adap
     for linear in decoder.linears:
         if linear.layer is not None and linear.module in numbers:
             linear.placed = layout.place(linear.layer - before, numbers[linear.module])
-    return dataclasses.replace(decoder, hidden=_AdaptedPass(decoder.hidden, decoder.linears, kernel))
+    return dataclasses.replace(decoder, hidden=_AdaptedPass(decoder.hidden, decoder.linears, kernel, decoder.embeds))
 
 
 class _AdaptedPass:
     """See `HiddenStates`."""
 
-    def __init__(self, plain: HiddenStates, linears: list[EngineLinear], kernel: LoraKernel) -> None:
+    def __init__(
+        self, plain: HiddenStates, linears: list[EngineLinear], kernel: LoraKernel, embedding: nn.Module | None
+    ) -> None:
         self.sites = plain.sites
+        self._embedding = embedding
         self._plain = plain
         self._linears = [linear for linear in linears if linear.placed is not None]
         self._kernel = kernel
@@ -103,11 +119,30 @@ class _AdaptedPass:
         divided = self._plain if isinstance(self._plain, SequencePass | TokenPass) else None
         if divided is not None:
             slots = self._kernel.token_slots.cpu().numpy()
-            divided.before = lambda begin, end: self._kernel.begin(slots[begin:end])
+            divided.before = partial(self._begin, entry, slots)
+        rows, hook = self._kernel.rows, None
+        self._ids = entry
+        if rows is not None and self._embedding is not None:
+            hook = self._embedding.register_forward_hook(self._with_rows)
+            entry = rows.known(entry)
         try:
             return self._plain(entry, batch, kv)
         finally:
+            if hook is not None:
+                hook.remove()
             for linear in self._linears:
                 linear.kernel = None
             if divided is not None:
                 divided.before = None
+
+    def _begin(self, ids: Tensor, slots: np.ndarray, begin: int, end: int) -> None:
+        """Some of the step's tokens come next."""
+        self._ids = ids[begin:end]
+        self._kernel.begin(slots[begin:end])
+
+    def _with_rows(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+        """What the embedding gives, with the rows of virtual tokens."""
+        assert self._kernel.rows is not None
+        embedded = embedded.clone()
+        self._kernel.rows.replace_embedding(self._ids, embedded.view(len(self._ids), -1))
+        return embedded

@@ -150,7 +150,7 @@ class Packer:
             match = _TENSOR.fullmatch(key)
             if match is not None:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
-            elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
+            elif (match := _END.fullmatch(key)) is not None and match[1] in self._targets:
                 ends.setdefault(match[1], {})[match[2]] = key
             elif key == PREFIX:
                 stored = tensors.get_tensor(key)
@@ -251,11 +251,16 @@ class Packer:
         return self._changed(layer, module, index, parts, expert)
 
     def _refusal(self, key: str) -> CheckpointError:
-        modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._ends)}))
+        modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._targets)}))
         hint = ""
         if (".experts." in key or ".kv_b_proj." in key) and not any(site.experts for site in self.cut.whole.sites):
             hint = "; for adapters of experts or of kv_b_proj set adapter_experts: true"
         return CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}{hint}")
+
+    @property
+    def _targets(self) -> Mapping[str, int]:
+        """Ends that matrices may change."""
+        return {} if self.cut.whole.virtual_only else self._ends
 
     @property
     def _tied(self) -> bool:

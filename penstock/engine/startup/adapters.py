@@ -12,6 +12,17 @@ from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
+from penstock.engine.adapters.folder import (
+    MOST_TOKENS,
+    changes_experts,
+    changes_outputs,
+    default_rank,
+    input_blocks,
+    replaced_rows,
+    stored_keys,
+    stored_tokens,
+    virtual_tokens,
+)
 from penstock.engine.adapters.head_norms import HeadNormBank, head_norms_in_layer
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.kinds.modules import layer_of, site_of
@@ -24,19 +35,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.prefixes import PrefixBank, prefix_bytes
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
-from penstock.engine.adapters.spec import (
-    DEFAULT_SLOTS,
-    MOST_TOKENS,
-    changes_experts,
-    changes_outputs,
-    default_rank,
-    input_blocks,
-    name_problem,
-    replaced_rows,
-    stored_keys,
-    stored_tokens,
-    virtual_tokens,
-)
+from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
 from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
@@ -174,7 +173,8 @@ def adapt_model(
     activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
     pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
-    base, room = None, 0 if library is not None else token_count(config, decoder.config.vocab_size)
+    takes_tokens = library is None or layout.virtual_only
+    base, room = None, token_count(config, decoder.config.vocab_size) if takes_tokens else 0
     if library is None:
         with torch.inference_mode():
             base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
@@ -210,11 +210,12 @@ def adapt_model(
         )
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
-    if layout.ends and any(site.end for site in layout.sites):
+    if (layout.ends or layout.virtual_only) and any(site.end for site in layout.sites):
+        width = next((site.outputs for site in layout.sites if site.end == "embedding"), decoder.config.hidden_size)
         kernel.rows = RowBank(
             slots,
             decoder.config.vocab_size,
-            decoder.config.hidden_size,
+            width,
             activations,
             decoder.embedding.device,
             most=None if backend.in_host_memory else most_rows,

@@ -84,6 +84,7 @@ class Exchange:
         "ignored_more",
         "limit_scopes",
         "method",
+        "padding",
         "path",
         "receive_s",
         "record",
@@ -127,6 +128,8 @@ class Exchange:
         self.body_size = 0
         self.documents = False
         """Whether the model reads documents that came with the request."""
+        self.padding: Callable[[bytes], bytes] | None = None
+        """What makes the events of a stream longer, where the client asked for that."""
         self.caller: Caller = OPEN_CALLER
         self.demand: Demand = NO_DEMAND
         """The labels that whatever gets data of this request must have; only ever narrowed."""
@@ -337,9 +340,11 @@ class Exchange:
         )
 
     async def write(self, data: bytes) -> None:
+        data = data if self.padding is None else self.padding(data)
         await self._guarded({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
+        data = data if self.padding is None else self.padding(data)
         await self._guarded({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

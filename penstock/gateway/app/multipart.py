@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from penstock.protocol.errors import InvalidRequest
@@ -66,20 +66,20 @@ def read_form(content_type: bytes, body: bytes) -> dict[str, Field]:
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise InvalidRequest("A file is sent as a form: `content-type: multipart/form-data` with a boundary.")
     reader = _Reader()
-    parser = MultipartParser(
-        options[b"boundary"],
-        {
-            "on_part_begin": reader.begin,
-            "on_header_field": reader.header_name,
-            "on_header_value": reader.header_value,
-            "on_header_end": reader.header_end,
-            "on_part_data": reader.data,
-            "on_part_end": reader.end,
-        },
-    )
     try:
+        parser = MultipartParser(
+            options[b"boundary"],
+            {
+                "on_part_begin": reader.begin,
+                "on_header_field": reader.header_name,
+                "on_header_value": reader.header_value,
+                "on_header_end": reader.header_end,
+                "on_part_data": reader.data,
+                "on_part_end": reader.end,
+            },
+        )
         parser.write(body)
         parser.finalize()
-    except MultipartParseError as error:
+    except FormParserError as error:  # also of the constructor: a long boundary
         raise InvalidRequest(f"The form cannot be read: {error}.") from None
     return {field.name: field for field in reader.fields}

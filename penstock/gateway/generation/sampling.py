@@ -11,7 +11,6 @@ from typing import TypeVar
 from penstock.config.sampling import SamplingDefaults
 from penstock.engine.request import EngineInfo, SamplingParams
 from penstock.gateway.accounting.request_limits import Cap
-from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.generation.schemas import Sampling, TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
@@ -105,8 +104,6 @@ def check_stream_options(request: Sampling) -> None:
         return
     if not request.stream:
         raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
-    if request.stream_options.include_obfuscation:
-        raise not_supported("stream_options.include_obfuscation")
 
 
 def first_given(asked: Number | None, default: Number | None, neutral: Number) -> Number:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct
 
 from penstock.gateway.app.decoding import Unsupported
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.obfuscation import obfuscated
 from penstock.gateway.generation.tool_schemas import (
     FunctionCall,
     FunctionDefinition,
@@ -46,6 +48,11 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk."""
     include_obfuscation: bool | None = None
+    """Random characters in every event, so that its size does not tell the length of its text."""
+
+    def apply(self, exchange: Exchange) -> None:
+        if self.include_obfuscation:
+            exchange.padding = obfuscated
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -18,7 +18,8 @@ def model_of(*stacks: str) -> Any:
         for stack in stacks
         for layer in range(2)
     ]
-    return SimpleNamespace(stage=None, cuts=None, config=SimpleNamespace(family="odd", num_layers=2), linears=linears)
+    config = SimpleNamespace(family="odd", num_layers=2)
+    return SimpleNamespace(stage=None, cuts=None, embeds=None, config=config, linears=linears)
 
 
 def test_layers_with_the_same_number_are_not_mistaken_for_each_other() -> None:

@@ -54,7 +54,13 @@ class Prompts:
         name = next((site.modules[0] for site in layout.sites if site.end == "embedding"), None)
         if name is None:
             raise CheckpointError(
-                f"{CONFIG}: {self.title} adapters are not supported on models that run through transformers"
+                f"{CONFIG}: {self.title} adapters are not supported on models that run through transformers and read "
+                "tokens elsewhere than in their embedding, nor on several devices there"
+            )
+        if self.keys and layout.virtual_only:
+            raise CheckpointError(
+                f"{CONFIG}: {self.title} adapters are not supported on models that run through transformers; train "
+                "prompt tuning"
             )
         keys = list(tensors.keys())
         if _NAME not in keys:

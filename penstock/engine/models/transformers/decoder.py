@@ -51,6 +51,8 @@ class TransformersDecoder(Decoder):
     """Where other ranks have other parts of the model: this one."""
     cuts: Cuts | None = None
     """Where shards have parts of its linears: which."""
+    embeds: nn.Embedding | None = None
+    """What embeds tokens, where the model reads them nowhere else; None: it does, or is divided."""
     final_width: int = 0
     """Of the hidden states that the head reads."""
 

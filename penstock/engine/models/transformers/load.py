@@ -186,6 +186,7 @@ class _Loader:
             model.to(device)
             cuts.shard.agree(0)  # what follows is summed over shards: one that has failed would be waited for
         comparison = comparison or _compared(model, body, config, device)
+        embeds = _only_reader(body, device) if isinstance(body, WholeBody) else None
         head_linear = next((linear for linear in linears if linear.name == head_name), None)
         own_head = None if head_linear is None else head_linear.linear
         head = ModelHead(model, model.base_model_prefix, own_head, alone=self.alone)
@@ -207,6 +208,7 @@ class _Loader:
             other_bytes=_other_bytes(body.base),
             stage=stage,
             cuts=cuts,
+            embeds=embeds,
             final_width=config.hidden_size if head_linear is None else head_linear.in_features,
         )
 
@@ -308,6 +310,24 @@ def _embedding_of(base: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     tables = (module.weight for module in base.modules() if isinstance(module, nn.Embedding))
     found: Tensor | None = next(tables, None)
     return torch.empty(0, dtype=dtype, device=device) if found is None else found
+
+
+def _only_reader(body: WholeBody, device: torch.device) -> nn.Embedding | None:
+    """The module that embeds tokens, if the model gives the same for what it gives as for the tokens: only then can
+    there be rows that stand for no token."""
+    try:
+        table = body.base.get_input_embeddings()
+        if not isinstance(table, nn.Embedding):
+            return None
+        with torch.inference_mode():
+            tokens = body.sample(TOKENS, device)
+            from_tokens = body(tokens, use_cache=False)
+            rows = table(tokens.unsqueeze(0)).clone()  # some models scale them in place
+            from_rows = body.base(inputs_embeds=rows, use_cache=False).last_hidden_state[0]
+        return table if torch.equal(from_tokens, from_rows) else None
+    except Exception as error:  # whatever the library's code does with rows alone
+        log.info("virtual tokens of adapters do not fit this model: %s", error)
+        return None
 
 
 def layer_of(name: str) -> int | None:

@@ -65,6 +65,8 @@ class ChatEndpoints:
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _decoder(exchange, await exchange.body(settings.body_limit))
+        if request.stream_options is not None:
+            request.stream_options.apply(exchange)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         respell(request)
         _check(request)

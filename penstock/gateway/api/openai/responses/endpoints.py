@@ -99,6 +99,8 @@ class ResponseEndpoints:
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request, can_store=self._can_store)
         run = background_run(exchange)
+        if request.stream_options is not None and run is None:
+            request.stream_options.apply(exchange)
         if request.background and run is None:
             await self._checked_background(exchange, request).create(exchange, body, stream=bool(request.stream))
             return
@@ -287,8 +289,6 @@ def _check(request: ResponsesRequest, *, can_store: bool) -> None:
             "`top_logprobs` needs `include` with `message.output_text.logprobs`.", param="top_logprobs"
         )
     if request.stream_options is not None:
-        if request.stream_options.include_obfuscation:
-            raise not_supported("stream_options.include_obfuscation")
         if request.stream_options.continuous_usage_stats:
             raise not_supported("stream_options.continuous_usage_stats")
         if not request.stream:

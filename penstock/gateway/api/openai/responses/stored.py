@@ -14,10 +14,11 @@ from penstock.gateway.api.openai.responses.replay import replayed
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.obfuscation import obfuscated
 from penstock.gateway.app.pagination import listed
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.generation.permissions import Permissions
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
+from penstock.protocol.errors import InvalidRequest, NotFound
 
 T = TypeVar("T")
 RUNNING = ("queued", "in_progress")
@@ -28,7 +29,8 @@ class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include
     """Send the response as the events of a stream."""
     starting_after: Annotated[int, Meta(ge=0)] | None = None
     """Of a stream: only the events after this sequence number."""
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    """Of a stream: random characters in events with text, so that their size does not tell its length."""
     include: str | None = None
     """Nothing more can be included; what there is, is shown."""
     include_list: str | None = None
@@ -66,6 +68,8 @@ class StoredResponseEndpoints:
             raise InvalidRequest("`starting_after` is only allowed with `stream=true`.", param="starting_after")
         id = exchange.path.split("/")[3]
         found = await self._found(exchange, id)
+        if asked.include_obfuscation and asked.stream:
+            exchange.padding = obfuscated
         if not asked.stream:
             await exchange.reply(200, found)
             return
@@ -141,7 +145,5 @@ def _unknown(id: str) -> NotFound:
 
 
 async def store_reached(work: Awaitable[T]) -> T:
-    try:
+    with store_of("responses"):
         return await work
-    except DatabaseError as error:
-        raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error
