@@ -7,7 +7,6 @@ a demand a value may be a list, of which one must hold; it is kept as `eu|ch`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TypeAlias
 
 LabelPairs: TypeAlias = tuple[tuple[str, str], ...]
@@ -25,13 +24,3 @@ def label_problem(name: str, value: str) -> str:
     if not LABEL_NAME.fullmatch(name):
         return f"{NAME_HELP}, not {name[:80]!r}"
     return "" if LABEL_VALUE.fullmatch(value) else f"{VALUE_HELP}, not {value[:80]!r}"
-
-
-def label_problems(labels: Iterable[tuple[str, str]]) -> list[str]:
-    """Mistakes in labels."""
-    return [problem for name, value in labels if (problem := label_problem(name, value))]
-
-
-def demand_problems(demand: Iterable[tuple[str, str]]) -> list[str]:
-    """Mistakes in a demand."""
-    return label_problems((name, value) for name, values in demand for value in values.split(ALTERNATIVE))

@@ -185,6 +185,8 @@ class Engine:
         if self.ranks is not None:
             self.ranks.close()
 
+    # --- requests
+
     @property
     def has_work(self) -> bool:
         waiting = self.scheduler.has_work or self._constraints.opening > 0
@@ -198,6 +200,14 @@ class Engine:
         if refusal is not None:
             self._emission.deltas.append(refusal)
 
+    def abort(self, request_id: str) -> None:
+        """Stop a request and free its blocks now. Unknown or finished ids are ignored."""
+        seq = self.scheduler.get(request_id)
+        if seq is not None:
+            self._emission.finish(seq, "abort")
+        elif self._constraints.cancel(request_id):
+            self._emission.deltas.append(Delta(request_id, finish_reason="abort"))
+
     @property
     def adapters(self) -> AdapterPool | None:
         """The LoRA adapters; None when the engine has no slots for any."""
@@ -210,13 +220,7 @@ class Engine:
         for seq in self.adapters.unload(name):
             self._emission.finish(seq, "error", f"{ADAPTER_UNKNOWN} {name!r} any more")
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request and free its blocks now. Unknown or finished ids are ignored."""
-        seq = self.scheduler.get(request_id)
-        if seq is not None:
-            self._emission.finish(seq, "abort")
-        elif self._constraints.cancel(request_id):
-            self._emission.deltas.append(Delta(request_id, finish_reason="abort"))
+    # --- the loop
 
     def step(self) -> StepOutput | None:
         """Launch the next step and collect what is due. None when there is nothing to report."""
@@ -235,30 +239,95 @@ class Engine:
 
     def _step(self) -> StepOutput | None:
         now = self.clock()
-        if self._constraints.opening:
-            self._emission.deltas.extend(self._admission.take_grammars(now))
-        self._expire(now)
-        if self.adapters is not None:
-            self._take_adapters(self.adapters, now)
+        self._take_in(now)
         if self.balancer is not None:
             self.balancer.tick(now)
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch, now)
-        waits = batch is None or not batch.chunks or (batch.speculative and not self._pipelined)
-        depth = 0 if waits else self._depth
-        if len(self._in_flight) > depth:
+        if len(self._in_flight) > self._depth_behind(batch):
             self._collect(self._in_flight.popleft())
-        if not self._emission.deltas:
-            if batch is None and not self._in_flight:
-                if self.scheduler.recalling:
-                    time.sleep(_DISK_WAIT_S)
-                elif self.adapters is not None:
-                    self.adapters.wait()
-            return None
+        if batch is None and not self._in_flight and not self._emission.deltas:
+            self._wait_for_reads()
         return self._output()
 
+    def _take_in(self, now: float) -> None:
+        """What has happened since the last step: grammars were compiled, deadlines have passed, adapters were read."""
+        if self._constraints.opening:
+            self._emission.deltas.extend(self._admission.take_grammars(now))
+        self._expire(now)
+        if self.adapters is not None:
+            ready, failed = self.adapters.poll(now)
+            self.scheduler.resume(ready)
+            for seq, why in failed:
+                self._emission.finish(seq, "error", why)
+
+    def _drafts(self) -> dict[Sequence, list[int]]:
+        """Draft tokens to verify in the next step; if there are any, steps in flight are collected first, unless they
+        have other sequences."""
+        speculation = self.speculation
+        if speculation is None:
+            return {}
+        if not self._pipelined:
+            if self._in_flight and not speculation.plan(self.scheduler.decoding()):
+                return {}
+            self._drain()
+        return speculation.propose(self.scheduler.decoding())
+
+    def _launch(self, batch: Batch, began: float) -> None:
+        """Hand a batch to the device. `began`: when the host began with this step."""
+        with self._recovery.of(batch):
+            if not batch.chunks:  # it only copies blocks
+                self.runner.copy(batch)
+                self.scheduler.landed(batch)
+                return
+            batch.masks = self._constraints.begin(batch)
+            begun_at = self.clock()
+            step = self.runner.run(batch)
+            step.begun_at, step.launched_at = begun_at, self.clock()
+            if batch.restores:
+                copy_s = self.runner.copy_s
+                self.scheduler.copied(batch, copy_s, step.launched_at - began - copy_s)
+            self._in_flight.append(step)
+            if self._lingers:
+                self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)
+
+    def _depth_behind(self, batch: Batch | None) -> int:
+        """Steps that may stay in flight now that this one was launched."""
+        if batch is None or not batch.chunks:
+            return 0  # nothing was launched, so there is time to collect
+        if batch.speculative and not self._pipelined:
+            return 0  # the next step depends on how many draft tokens are accepted
+        return self._depth
+
+    def _collect(self, step: PendingStep) -> None:
+        """Turn a finished step into deltas, and finish the sequences that end here."""
+        if step.sampling is not None:  # a pipeline's: its hidden states are back from the last stage
+            with self._recovery.of(step.batch):
+                step.finish()
+            if step.sampling is not None:
+                return  # it raised
+        asked = self.clock()
+        sampled = step.wait()
+        now = self.clock()
+        self.scheduler.landed(step.batch, step.took(now - max(step.begun_at, self._last_landed)))
+        self._last_landed = now
+        self._lead.landed(blocked=now - asked > _NO_WAIT_S, now=now)
+        self.steps += 1
+        self._step_tokens += step.batch.num_tokens
+        self._emission.emit(sampled, self.speculation)
+        if self.speculation is not None:
+            self.speculation.step_done(step.batch)
+            if not self.scheduler.has_work:
+                self.speculation.pause()
+
+    def _drain(self) -> None:
+        """Collect all steps in flight."""
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
+
     def _output(self) -> StepOutput | None:
+        """What is to be reported: all deltas since it was asked last."""
         if not self._emission.deltas:
             return None
         return StepOutput(self._emission.take(), self.load_snapshot())
@@ -267,10 +336,26 @@ class Engine:
         for seq in self.scheduler.expired(now):
             self._emission.finish(seq, "timeout")
 
-    def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
-        """Use a moment without work for what makes later steps faster, for a twentieth of a second or so; False when
-        there is nothing left to do. `urgent`: whether to break off, asked about every millisecond."""
-        return not self.has_work and self.runner.executor.improve(urgent)
+    def _wait_for_reads(self) -> None:
+        """Nothing can run before blocks or adapters have been read: do not spin meanwhile."""
+        if self.scheduler.recalling:
+            time.sleep(_DISK_WAIT_S)
+        elif self.adapters is not None:
+            self.adapters.wait()
+
+    def _forget(self, seq: Sequence) -> None:
+        if self.speculation is not None:
+            self.speculation.forget(seq)
+
+    def _start_over(self, lost: str) -> None:
+        """A rank is gone, and the caches with it: all sequences are computed again."""
+        log.error("%s; it is started again, and %d sequences too", lost, len(self.scheduler.running))
+        self._in_flight.clear()
+        self.scheduler.start_over()
+        if self.speculation is not None:
+            self.speculation.forget_caches()
+
+    # --- between steps
 
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
@@ -290,6 +375,11 @@ class Engine:
             log.exception("steps that are wanted often could not be prepared; others stand in for them")
             self._catches_up = False
             return False
+
+    def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
+        """Use a moment without work for what makes later steps faster, for a twentieth of a second or so; False when
+        there is nothing left to do. `urgent`: whether to break off, asked about every millisecond."""
+        return not self.has_work and self.runner.executor.improve(urgent)
 
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
@@ -317,6 +407,28 @@ class Engine:
         self._drain()
         self._emission.deltas.clear()
         self.persistence.flush(limit_s, self.clock, hurry)
+
+    # --- caches
+
+    def erase(self, owner: str) -> Erasure:
+        """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`.
+        Not while it is `reviving`."""
+        return Erasure(self.scheduler.allocator.pool, owner, self.when_all_are_there)
+
+    def when_all_are_there(self, act: Callable[[], None]) -> None:
+        """Do something that needs all ranks, unless one of them is being started again."""
+        if self._restarts is None:
+            act()
+        elif not self._restarts.under_way:
+            self._restarts.step(act)
+
+    def forget_caches(self, keep_disk: bool = False) -> None:
+        """Nothing of the KV caches may be used again; no sequence is running. `keep_disk`: but what a disk keeps."""
+        self.scheduler.allocator.pool.forget_all(keep_disk)
+        if self.speculation is not None:
+            self.speculation.forget_caches()
+
+    # --- reports
 
     def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
@@ -355,94 +467,3 @@ class Engine:
         self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()
-
-    def erase(self, owner: str) -> Erasure:
-        """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`.
-        Not while it is `reviving`."""
-        return Erasure(self.scheduler.allocator.pool, owner, self.when_all_are_there)
-
-    def when_all_are_there(self, act: Callable[[], None]) -> None:
-        """Do something that needs all ranks, unless one of them is being started again."""
-        if self._restarts is None:
-            act()
-        elif not self._restarts.under_way:
-            self._restarts.step(act)
-
-    def forget_caches(self, keep_disk: bool = False) -> None:
-        """Nothing of the KV caches may be used again; no sequence is running. `keep_disk`: but what a disk keeps."""
-        self.scheduler.allocator.pool.forget_all(keep_disk)
-        if self.speculation is not None:
-            self.speculation.forget_caches()
-
-    def _drafts(self) -> dict[Sequence, list[int]]:
-        """Draft tokens to verify in the next step; if there are any, steps in flight are collected first, unless they
-        have other sequences."""
-        speculation = self.speculation
-        if speculation is None:
-            return {}
-        if not self._pipelined:
-            if self._in_flight and not speculation.plan(self.scheduler.decoding()):
-                return {}
-            self._drain()
-        return speculation.propose(self.scheduler.decoding())
-
-    def _take_adapters(self, adapters: AdapterPool, now: float) -> None:
-        """Adapters that were read meanwhile: their sequences can run, or never will."""
-        ready, failed = adapters.poll(now)
-        self.scheduler.resume(ready)
-        for seq, why in failed:
-            self._emission.finish(seq, "error", why)
-
-    def _launch(self, batch: Batch, began: float) -> None:
-        with self._recovery.of(batch):
-            if not batch.chunks:
-                self.runner.copy(batch)
-                self.scheduler.landed(batch)
-                return
-            batch.masks = self._constraints.begin(batch)
-            begun_at = self.clock()
-            step = self.runner.run(batch)
-            step.begun_at, step.launched_at = begun_at, self.clock()
-            if batch.restores:
-                copy_s = self.runner.copy_s
-                self.scheduler.copied(batch, copy_s, step.launched_at - began - copy_s)
-            self._in_flight.append(step)
-            if self._lingers:
-                self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)
-
-    def _drain(self) -> None:
-        while self._in_flight:
-            self._collect(self._in_flight.popleft())
-
-    def _collect(self, step: PendingStep) -> None:
-        """Turn a finished step into deltas, and finish the sequences that end here."""
-        if step.sampling is not None:
-            with self._recovery.of(step.batch):
-                step.finish()
-            if step.sampling is not None:
-                return  # it raised
-        asked = self.clock()
-        sampled = step.wait()
-        now = self.clock()
-        self.scheduler.landed(step.batch, step.took(now - max(step.begun_at, self._last_landed)))
-        self._last_landed = now
-        self._lead.landed(blocked=now - asked > _NO_WAIT_S, now=now)
-        self.steps += 1
-        self._step_tokens += step.batch.num_tokens
-        self._emission.emit(sampled, self.speculation)
-        if self.speculation is not None:
-            self.speculation.step_done(step.batch)
-            if not self.scheduler.has_work:
-                self.speculation.pause()
-
-    def _forget(self, seq: Sequence) -> None:
-        if self.speculation is not None:
-            self.speculation.forget(seq)
-
-    def _start_over(self, lost: str) -> None:
-        """A rank is gone, and the caches with it: all sequences are computed again."""
-        log.error("%s; it is started again, and %d sequences too", lost, len(self.scheduler.running))
-        self._in_flight.clear()
-        self.scheduler.start_over()
-        if self.speculation is not None:
-            self.speculation.forget_caches()

@@ -66,3 +66,22 @@ def operate(host: AdapterHost, operation: AdapterOperation, reply: Callable[[Ada
     except Exception as error:
         log.exception("an operation on adapters failed")
         reply(AdapterResult(id, error=f"the engine failed: {type(error).__name__}: {error}"))
+
+
+class AdapterNews:
+    """What gateways have not been told of adapters: at once when one was added, removed or changed, otherwise every
+    `interval_s`."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._told: list[AdapterStatus] = []
+        self._revision = -1
+        self._at = float("-inf")
+
+    def due(self, adapters: AdapterControl | None, now: float) -> list[AdapterStatus] | None:
+        """All of them if gateways are to be told now, else None."""
+        if adapters is None or (adapters.revision == self._revision and now - self._at < self._interval_s):
+            return None
+        found, told = adapters.statuses(), self._told
+        self._revision, self._at, self._told = adapters.revision, now, found
+        return found if found != told else None

@@ -14,17 +14,18 @@ from functools import partial
 
 import zmq
 
-from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.encoder.request import EncodeOutput
 from penstock.engine.request import Delta, EngineLoad, EngineState, Request, StepOutput
-from penstock.engine_host.adapters import operate
+from penstock.engine_host.adapters import AdapterNews, operate
 from penstock.engine_host.erasures import Erasures
 from penstock.engine_host.handover.endpoint import HandoverEndpoint
 from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.peers import BACKLOG_LIMIT, Peers
 from penstock.engine_host.placements import Placements
+from penstock.engine_host.progress import Progress
 from penstock.engine_host.quiet_time import QuietTime, save, settle
+from penstock.engine_host.sleep_cycle import SleepCycle
 from penstock.engine_host.tally import Tally
 from penstock.engine_host.watchdog import Watchdog
 from penstock.errors import ReplicaLost
@@ -56,7 +57,6 @@ from penstock.protocol.messages import (
     Ready,
     Shutdown,
     Sleep,
-    State,
     Step,
     Stopped,
     Submit,
@@ -75,8 +75,7 @@ RECEIVE_LIMIT = 1024
 FAILURE_LIMIT = 3
 """Steps that may fail in a row before the engine is given up."""
 STARVED_S = 0.001
-"""Pause after two steps without progress, so that waiting for memory does not burn a core. (The first step on an
-asynchronous device never has results yet.)"""
+"""Pause after two steps without progress, so that waiting for memory does not burn a core."""
 
 SETTLE_S = 0.005
 """How often to go on with saving what outlives the engine, while there is no work."""
@@ -112,9 +111,9 @@ class EngineServer:
         self._placements = Placements()
         self._erasures = Erasures()
         self._announce_found()
-        self._sleeper = sleeper
-        self._state: EngineState = state
-        self._watchdog = watchdog
+        self._sleep = SleepCycle(sleeper, state, lambda told: self._peers.tell_all(told, time.monotonic()))
+        self._progress = Progress(watchdog)
+        self._adapter_news = AdapterNews(heartbeat_s)
         self._heartbeat_s = heartbeat_s
         self._stop_reason: str | None = None
         self._at_once = False
@@ -122,10 +121,6 @@ class EngineServer:
         self._said_leaving = False
         self._quiet = QuietTime()
         self._failures = 0
-        self._fruitless = 0
-        self._progress = (0, 0)
-        """Steps of the engine so far, and blocks that have come back from the host."""
-        self._adapters_told: tuple[int, float, list[AdapterStatus]] = (-1, float("-inf"), [])
         self._complained_at = float("-inf")
 
     def stop(self, reason: str = "shut down", *, at_once: bool = False) -> None:
@@ -149,25 +144,23 @@ class EngineServer:
 
     def run(self) -> int:
         """The loop; returns the process's exit code."""
-        if self._watchdog is not None:
-            self._watchdog.start()
+        self._progress.start()
         try:
             while self._stop_reason is None:
                 if self._engine.has_work:
                     self._quiet.ended()
-                    self._receive(STARVED_S if self._fruitless > 1 else 0.0)
+                    self._receive(STARVED_S if self._progress.starved else 0.0)
                     self._linger()
                     self._step()
                 else:
-                    self._made_progress()
+                    self._progress.idle()
                     self._peers.release(self._engine.load_snapshot, time.monotonic())
                     # Waking up takes tens of microseconds; polling instead would take a core from others.
                     self._receive(self._rest_s())
                 self._after_step()
         finally:
             self._handovers.close()
-            if self._watchdog is not None:
-                self._watchdog.stop()
+            self._progress.stop()
         log.info("engine stops: %s", self._stop_reason)
         self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
@@ -273,7 +266,7 @@ class EngineServer:
                         self._tally.release(request_id)
                     self._peers.give_up(peer, "says goodbye")
             case Sleep():
-                self._prepare_sleep()
+                self._sleep.ask_to_sleep(self._engine.info)
             case Wake():
                 self._wake()
             case Drain():
@@ -283,7 +276,7 @@ class EngineServer:
 
     def _register(self, identity: bytes, gateway: str, version: int) -> None:
         spoken = answer(version)
-        ready = Ready(self._engine.info, spoken, self._state)
+        ready = Ready(self._engine.info, spoken, self._sleep.state)
         if version != spoken:
             # The answer says what is spoken here, so that the other side can propose it or report why it cannot.
             log.log(
@@ -308,7 +301,7 @@ class EngineServer:
             self._refuse(identity, request_id, f"{NOT_REGISTERED}: this engine has restarted; say hello first")
         elif self._drain_until is not None:
             self._refuse(identity, request_id, f"{DRAINING}: the engine is shutting down")
-        elif self._state != "awake":
+        elif self._sleep.state != "awake":
             self._refuse(identity, request_id, f"{ASLEEP}: this model is not awake")
         elif (owner := self._peers.owner(request_id)) is not None:
             log.error("request id %s is already running for gateway %s", request_id, owner.name)
@@ -352,8 +345,7 @@ class EngineServer:
         self._answer(identity, claimed)
 
     def _step(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.busy()
+        self._progress.step_begins()
         try:
             output = self._engine.step()
         except ReplicaLost as error:
@@ -367,23 +359,8 @@ class EngineServer:
             self._deliver(output.deltas, output.load)
             if isinstance(output, EncodeOutput):
                 self._peers.deliver_encodings(output.encodings, output.load, time.monotonic())
-        # A step without deltas may still have advanced a long prefill, or copied blocks that a request waits for; the
-        # counters show it.
         load = output.load if output is not None else self._engine.load_snapshot()
-        # Nothing runs while adapters are being read, which may take minutes: that is not being stuck.
-        reading = load.adapters is not None and load.adapters.loading > 0 and not load.running
-        reading = reading or getattr(self._engine, "reviving", False)  # so is a rank that is started again
-        progress = (load.steps, load.restored_blocks)
-        if output is not None or progress != self._progress or reading:
-            self._progress = progress
-            self._fruitless = 0
-            self._made_progress()
-        else:
-            self._fruitless += 1
-
-    def _made_progress(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.idle()
+        self._progress.step_ended(self._engine, load, has_results=output is not None)
 
     def _recover(self, error: Exception) -> None:
         """Fail the running requests and see whether the engine can continue without them."""
@@ -403,7 +380,8 @@ class EngineServer:
     def _after_step(self) -> None:
         now = time.monotonic()
         self._peers.heartbeat(self._engine.load_snapshot, now, self._heartbeat_s)
-        self._tell_adapters(now)
+        if (adapters := self._adapter_news.due(self._engine.adapters, now)) is not None:
+            self._peers.tell_all(Adapters(adapters), now)
         if self._peers.lost:
             for request_id in self._peers.lost:
                 self._tally.broken_off(request_id)
@@ -414,7 +392,7 @@ class EngineServer:
         if self._erasures.open:
             self._erase()
         idle = not self._engine.has_work and not self._handovers.busy and not self._erasures.open
-        if self._state == "drowsy" and idle and self._peers.flushed:
+        if self._sleep.state == "drowsy" and idle and self._peers.flushed:
             self._fall_asleep()
         if self._drain_until is not None:
             if not self._said_leaving:
@@ -440,69 +418,27 @@ class EngineServer:
         except ReplicaLost as error:
             self._lost(error)
 
-    def _prepare_sleep(self) -> None:
-        """Sleep at once when idle, otherwise when running requests have finished."""
-        if self._sleeper is None:
-            self._tell_state("this engine cannot sleep")
-        elif self._state == "awake":
-            self._become("drowsy")
-        else:
-            self._tell_state()
-
     def _fall_asleep(self) -> None:
-        assert self._sleeper is not None
         begin = time.monotonic()
         self._handovers.close()
         self._placements.clear()
         try:
-            self._engine = self._sleeper.sleep(self._engine)
-            self._sleeper.collect()
+            self._engine = self._sleep.put_to_sleep(self._engine)
+            self._sleep.asleep(self._engine.info)
         except Exception:
             log.exception("the engine could not be put to sleep")
             self.fail("it could not be put to sleep")
             return
         log.info("asleep after %.1f s", time.monotonic() - begin)
-        self._become("sleeping")
 
     def _wake(self) -> None:
-        if self._state == "drowsy":
-            self._become("awake")
-        elif self._state == "awake" or self._sleeper is None:
-            self._tell_state()
-        else:
-            self._become("waking")
-            if self._watchdog is not None:
-                self._watchdog.pause()
-            begin = time.monotonic()
-            try:
-                self._engine = self._sleeper.wake(self._engine)
-                self._quiet.begin_anew()
-                self._announce_found()
-            except Exception as error:
-                log.exception("the engine could not be woken")
-                self._become("sleeping", f"it could not be woken: {error}")
-                return
-            log.info("awake after %.1f s", time.monotonic() - begin)
-            self._become("awake")
-
-    def _become(self, state: EngineState, problem: str = "") -> None:
-        self._state = state
-        self._tell_state(problem)
-
-    def _tell_state(self, problem: str = "") -> None:
-        self._peers.tell_all(State(self._state, self._engine.info, problem), time.monotonic())
-
-    def _tell_adapters(self, now: float) -> None:
-        """Tell gateways about adapters: at once when one was added, removed or changed, otherwise now and then."""
-        adapters = self._engine.adapters
-        if adapters is None:
-            return
-        revision, at, statuses = self._adapters_told
-        if adapters.revision != revision or now - at >= self._heartbeat_s:
-            found = adapters.statuses()
-            self._adapters_told = (adapters.revision, now, found)
-            if found != statuses:
-                self._peers.tell_all(Adapters(found), now)
+        slept = self._sleep.state == "sleeping"
+        if slept:
+            self._progress.pause()
+        self._engine = self._sleep.wake(self._engine)
+        if slept and self._sleep.state == "awake":
+            self._quiet.begin_anew()
+            self._announce_found()
 
     def _deliver(self, deltas: list[Delta], load: EngineLoad) -> None:
         """Count first: tokens were produced even if their gateway never receives them."""

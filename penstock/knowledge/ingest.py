@@ -99,6 +99,9 @@ class Ingestor:
             except DatabaseError as error:
                 log.warning("ingest queue cannot be read", extra={"why": str(error)})
                 await asyncio.sleep(PAUSE_S)
+            except Exception:  # without this worker fewer documents would be read, or none
+                log.exception("a reader of documents failed, and goes on")
+                await asyncio.sleep(PAUSE_S)
             self._news.clear()
             try:
                 async with asyncio.timeout(POLL_S):

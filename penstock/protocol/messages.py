@@ -185,7 +185,6 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
 
 AdapterOperation: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter
-Control: TypeAlias = Drain | Shutdown
 ToEngine: TypeAlias = (
     Hello
     | Submit

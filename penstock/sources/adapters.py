@@ -15,15 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.engine.adapters.spec import (
-    CONFIG,
-    WEIGHTS,
-    AdapterSpec,
-    changes_outputs,
-    default_rank,
-    stored_keys,
-    virtual_tokens,
-)
+from penstock.engine.adapters.folder import changes_outputs, default_rank, stored_keys, virtual_tokens
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS, AdapterSpec
 from penstock.errors import SourceError
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from penstock.engine.adapters.spec import CONFIG, WEIGHTS, stored_tokens
+from penstock.engine.adapters.folder import stored_tokens
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.errors import CheckpointError, PenstockError
 from penstock.text.loader import own_templates, read_tokenizer, special_tokens
 from penstock.text.text_model import TextModel

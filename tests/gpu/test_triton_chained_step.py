@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from chain_cases import LLAMA_8B, LLAMA_70B, QWEN3_4B, QWEN3_17B, make_links
 from gpu_harness import DEVICE, MODE, Row, bandwidth, check, rand, time_us
-from test_triton_latent import BLOCK, OnTriton, make_batch
+from latent_cases import BLOCK, OnTriton, make_batch
 from test_triton_product_chain import build
 
 from penstock.bench.shapes import named

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 from gpu_harness import DEVICE, MODE, Row, integers, rand, time_us
-from test_triton_latent import BLOCK, OnTriton, make_batch
+from latent_cases import BLOCK, OnTriton, make_batch
 from torch import Tensor
 
 from penstock.bench.bounds import probe

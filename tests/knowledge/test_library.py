@@ -143,6 +143,21 @@ async def test_a_mistake_of_ours_fails_one_document(tmp_path: Path) -> None:
         assert await settled(library, col) == {"ready": 1, "failed": 1}
 
 
+async def test_a_reader_outlives_what_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "PAUSE_S", 0.0)
+
+    async def forget(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    async with opened(tmp_path, limits=LibraryLimits(readers=1)) as library:
+        monkeypatch.setattr(library._ingestor, "_forget", forget)
+        col = await library.create_collection("acme", "handbook")
+        await library.put_document(col, b"%PDF-nonsense", name="x.pdf", media_type="application/pdf")
+        assert await settled(library, col) == {"failed": 1}
+        await put(library, col, "Good one.")
+        assert await settled(library, col) == {"ready": 1, "failed": 1}
+
+
 async def test_work_left_by_a_crash_is_taken_up(tmp_path: Path) -> None:
     class Broken(HashingEmbedder):
         async def embed(self, *_: object, **__: object) -> None:  # type: ignore[override]

@@ -38,6 +38,10 @@ class BaseTensors:
         self._config = config
 
     @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
     def family(self) -> str:
         return self._config.family
 

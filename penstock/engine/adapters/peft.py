@@ -17,12 +17,15 @@ from torch import Tensor
 from penstock.engine.adapters.adaption_prompts import AdaptionPrompts
 from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import KnownMatrices
+from penstock.engine.adapters.gguf_lora import adapter_file, read_gguf_lora
 from penstock.engine.adapters.inputs import InputBlocks
 from penstock.engine.adapters.kinds import as_lora, read_settings
+from penstock.engine.adapters.kinds.modules import Tensors
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
 from penstock.engine.adapters.norm_tensors import NormNames
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.packer import Packer
+from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.prefixes import StoredPrefix
 from penstock.engine.adapters.rows import EndRows
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
@@ -108,33 +111,45 @@ def read_adapter(
 
     if not path.is_dir():
         raise CheckpointError(f"{path} is not an adapter: give a folder with {CONFIG} and {WEIGHTS}")
-    raw = read_json(path / CONFIG)
-    settings, whole = read_settings(raw), cut or uncut(layout)
-    file = path / WEIGHTS
-    if not file.exists():
-        hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
-        raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            config, tensors = as_lora(raw, settings, opened, whole.whole)
-            packer = Packer(
-                file.name,
-                layout,
-                whole,
-                config,
-                max_rank=max_rank,
-                dtype=dtype,
-                pin=pin,
-                base=base,
-                row_dtype=row_dtype,
-                most_rows=most_rows,
-                room=room,
-                stored=stored,
-                norms=norms,
-            )
-            packer.pack(tensors)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
+    whole = cut or uncut(layout)
+
+    def packed(config: LoraConfig, tensors: Tensors, file: str) -> Packer:
+        packer = Packer(
+            file,
+            layout,
+            whole,
+            config,
+            max_rank=max_rank,
+            dtype=dtype,
+            pin=pin,
+            base=base,
+            row_dtype=row_dtype,
+            most_rows=most_rows,
+            room=room,
+            stored=stored,
+            norms=norms,
+        )
+        packer.pack(tensors)
+        return packer
+
+    in_gguf = adapter_file(path)
+    if in_gguf is not None:
+        config, tensors = read_gguf_lora(in_gguf, stored)
+        packer = packed(config, tensors, in_gguf.name)
+    else:
+        raw = read_json(path / CONFIG)
+        settings = read_settings(raw)
+        file = path / WEIGHTS
+        if not file.exists():
+            pickled = (path / "adapter_model.bin").exists()
+            hint = "; its weights are pickled: save them as safetensors" if pickled else ""
+            raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                config, tensors = as_lora(raw, settings, opened, whole.whole)
+                packer = packed(config, tensors, file.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
     ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
     rows = packer.rows.pinned() if pin and packer.rows is not None else packer.rows
     vectors = packer.vectors.pinned() if pin and packer.vectors is not None else packer.vectors

@@ -40,7 +40,7 @@ _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk
 
 def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[str, Origin]:
     """Hugging Face name to origin, for every tensor the model uses."""
-    layer_names, experts = _layer_names(family), _expert_names(family.names)
+    of_layer_names, experts = layer_names(family), _expert_names(family.names)
     interleaved: dict[str, int] = {}
     if family.gguf.interleaved_rope:
         interleaved = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -76,19 +76,19 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
         prefix = f"{layers}.{layer}"
-        if part in _LATENT_PARTS and "attn_kv_b" in layer_names:
+        if part in _LATENT_PARTS and "attn_kv_b" in of_layer_names:
             whole, values = f"blk.{layer}.attn_kv_b.{suffix}", f"blk.{layer}.attn_v_b.{suffix}"
             if part == "attn_k_b" and whole not in file.tensors and values in file.tensors:
-                found[f"{prefix}.{layer_names['attn_kv_b']}.{suffix}"] = Origin(name, values=values)
+                found[f"{prefix}.{of_layer_names['attn_kv_b']}.{suffix}"] = Origin(name, values=values)
         elif part in experts:
             for expert in range(info.shape[0]):
                 target = f"{family.names.moe}experts.{expert}.{experts[part]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert)
-        elif f"{part}.{suffix}" in layer_names:
-            found[f"{prefix}.{layer_names[f'{part}.{suffix}']}"] = Origin(name)
-        elif part in layer_names:
+        elif f"{part}.{suffix}" in of_layer_names:
+            found[f"{prefix}.{of_layer_names[f'{part}.{suffix}']}"] = Origin(name)
+        elif part in of_layer_names:
             heads = interleaved.get(part, 0)
-            found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(
+            found[f"{prefix}.{of_layer_names[part]}.{suffix}"] = Origin(
                 name, heads=heads, offset=offset, row=part in _ROWS
             )
         else:
@@ -97,7 +97,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _layer_names(family: Family) -> dict[str, str]:
+def layer_names(family: Family) -> dict[str, str]:
     """GGUF names below `blk.N.` to Hugging Face names below `layers.N.`."""
     names = family.names
     found = {

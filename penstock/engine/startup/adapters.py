@@ -12,6 +12,17 @@ from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_tensors import BaseTensors, Stored
 from penstock.engine.adapters.base_weights import BaseWeights
+from penstock.engine.adapters.folder import (
+    MOST_TOKENS,
+    changes_experts,
+    changes_outputs,
+    default_rank,
+    input_blocks,
+    replaced_rows,
+    stored_keys,
+    stored_tokens,
+    virtual_tokens,
+)
 from penstock.engine.adapters.head_norms import HeadNormBank, head_norms_in_layer
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.kinds.modules import layer_of, site_of
@@ -24,19 +35,7 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.prefixes import PrefixBank, prefix_bytes
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
-from penstock.engine.adapters.spec import (
-    DEFAULT_SLOTS,
-    MOST_TOKENS,
-    changes_experts,
-    changes_outputs,
-    default_rank,
-    input_blocks,
-    name_problem,
-    replaced_rows,
-    stored_keys,
-    stored_tokens,
-    virtual_tokens,
-)
+from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
 from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig

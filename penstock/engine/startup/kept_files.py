@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,7 +78,8 @@ def open_kept(
         if slot is None:
             _check_weights(identity, before)
             slot = claim(folder, identity, rank, number)
-        opened = _open(folder, identity, slot, part, blocks, states, rows)
+        opening = partial(_open_files, folder, identity, slot, part, blocks, states, rows)
+        opened = _making_room(folder, identity, opening)
     except OSError as error:
         _complain(folder, error)
     finally:
@@ -180,22 +182,15 @@ def _complain(folder: Path, error: OSError) -> None:
     log.error("disk_persistent: %s cannot be used (%s); the engine goes on without blocks on disk", folder, why)
 
 
-def _open(
-    folder: Path,
-    identity: Identity,
-    slot: KeptSlot,
-    part: Part,
-    blocks: tuple[int, BlockMover],
-    states: tuple[int, BlockMover] | None,
-    rows: Sequence[BlockMover],
-) -> KeptFiles:
+def _making_room(folder: Path, identity: Identity, open_files: Callable[[], KeptFiles]) -> KeptFiles:
+    """Open files; where there is no space for them, blocks that no engine uses go first (`sweep`)."""
     try:
-        return _open_files(folder, identity, slot, part, blocks, states, rows)
+        return open_files()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         sweep(folder, identity, for_space=True)
-        return _open_files(folder, identity, slot, part, blocks, states, rows)
+        return open_files()
 
 
 def _open_files(

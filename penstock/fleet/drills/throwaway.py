@@ -294,7 +294,3 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         old = result.get(key)
         result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return result
-
-
-def tail_of(programs: Sequence[Program]) -> str:
-    return "\n".join(f"--- {program.name}\n{program.tail()}" for program in programs)

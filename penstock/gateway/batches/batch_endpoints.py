@@ -11,13 +11,12 @@ from penstock.gateway.app.data_rules import sent_require
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery, page
-from penstock.gateway.batches.file_endpoints import away
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.lines import ENDPOINTS
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.store import Batch, BatchStore
 from penstock.protocol.errors import InvalidRequest, NotFound
-from penstock.storage import DatabaseError
 
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST_S = 7 * 86400.0
@@ -59,7 +58,7 @@ class BatchEndpoints:
             served = ", ".join(path for path in ENDPOINTS if self._runner.serves(path))
             raise InvalidRequest(f"`endpoint` is one of {served}.", param="endpoint")
         window_s = _window(request.completion_window)
-        try:
+        with store_of("files and batches"):
             file = await files.get(request.input_file_id, caller.tenant, caller.only_user)
             if file is None:
                 raise InvalidRequest(f"There is no file `{request.input_file_id[:128]}`.", param="input_file_id")
@@ -76,40 +75,32 @@ class BatchEndpoints:
                 metadata=request.metadata or {},
                 require=sent_require(exchange),
             )
-        except DatabaseError as error:
-            raise away() from error
         self._runner.wake()
         await exchange.reply_json(batch.shown())
 
     async def list_batches(self, exchange: Exchange) -> None:
         asked = decode_query(BatchesQuery, exchange.scope)
         batches = self._batches
-        try:
+        with store_of("files and batches"):
             after = await _found(batches, exchange, asked.after) if asked.after else None
             found = await batches.page(
                 exchange.caller.tenant, exchange.caller.only_user, after=after, limit=asked.limit + 1
             )
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(page(found, asked.limit))
 
     async def get_batch(self, exchange: Exchange) -> None:
         decode_query(NoQuery, exchange.scope)
-        try:
+        with store_of("files and batches"):
             batch = await _found(self._batches, exchange, exchange.path.rpartition("/")[2])
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(batch.shown())
 
     async def cancel_batch(self, exchange: Exchange) -> None:
         batches, id = self._batches, exchange.path.split("/")[-2]
-        try:
+        with store_of("files and batches"):
             batch = await _found(batches, exchange, id)
             if not await batches.cancel(id, exchange.caller.tenant) and batch.status != "cancelling":
                 raise InvalidRequest(f"`{id}` is {batch.status}, so it cannot be cancelled.", code="batch_over")
             batch = await _found(batches, exchange, id)
-        except DatabaseError as error:
-            raise away() from error
         self._runner.wake()
         await exchange.reply_json(batch.shown())
 

@@ -18,12 +18,12 @@ from penstock.gateway.app.dialect_choice import from_anthropic
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.multipart import FORM_ROOM, Field, read_form
 from penstock.gateway.app.pagination import NoQuery, page
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches import anthropic_files
 from penstock.gateway.batches.files import DOCUMENT_PURPOSES, File, FileStore
 from penstock.gateway.batches.store import BatchStore
-from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge, ServiceUnavailable
-from penstock.storage import DatabaseError
+from penstock.protocol.errors import InvalidRequest, NotFound, PayloadTooLarge
 
 JSONL = b"application/jsonl"
 BYTES = b"application/octet-stream"
@@ -77,7 +77,7 @@ class FileEndpoints:
                 raise PayloadTooLarge(limit=limit, size=len(upload.content))
             text = await asyncio.to_thread(_text, upload.content) if purpose == "batch" else ""
             name, caller = file_name(upload.filename, purpose), exchange.caller
-            try:
+            with store_of("files and batches"):
                 await check_room(files, self._config, caller.tenant, len(upload.content), "file")
                 if purpose == "batch":
                     made = await files.create(caller.tenant, name, purpose, text, user=caller.user, keep_s=keep_s)
@@ -91,8 +91,6 @@ class FileEndpoints:
                         keep_s=keep_s,
                         media_type=media_type(upload.media_type),
                     )
-            except DatabaseError as error:
-                raise away() from error
         await exchange.reply_json(_shown(made, anthropic))
 
     async def list_files(self, exchange: Exchange) -> None:
@@ -101,7 +99,7 @@ class FileEndpoints:
             return
         files = self._files
         asked = decode_query(FilesQuery, exchange.scope)
-        try:
+        with store_of("files and batches"):
             after = await _found(files, exchange, asked.after) if asked.after else None
             found = await files.page(
                 exchange.caller.tenant,
@@ -111,14 +109,12 @@ class FileEndpoints:
                 newest=asked.order == "desc",
                 limit=asked.limit + 1,
             )
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(page(found, asked.limit))
 
     async def _list_for_anthropic(self, exchange: Exchange) -> None:
         files, caller = self._files, exchange.caller
         ids, limit = anthropic_files.listed_ids(exchange), None
-        try:
+        with store_of("files and batches"):
             if ids is not None:
                 named = [await files.get(id, caller.tenant, caller.only_user) for id in ids]
                 found = [file for file in named if file is not None]
@@ -129,40 +125,32 @@ class FileEndpoints:
                 found = await files.page(
                     caller.tenant, caller.only_user, purpose=None, after=after, newest=True, limit=limit + 1
                 )
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(anthropic_files.files_page(found, limit))
 
     async def get_file(self, exchange: Exchange) -> None:
         anthropic = _asked_by_anthropic(exchange)
-        try:
+        with store_of("files and batches"):
             file = await _found(self._files, exchange, exchange.path.rpartition("/")[2])
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(_shown(file, anthropic))
 
     async def delete_file(self, exchange: Exchange) -> None:
         anthropic = _asked_by_anthropic(exchange)
         files = self._files
-        try:
+        with store_of("files and batches"):
             file = await _found(files, exchange, exchange.path.rpartition("/")[2])
             if await self._batches.uses(file.id):
                 raise InvalidRequest(f"`{file.id}` is being read by a batch; cancel that first.", code="file_in_use")
             if file.purpose in DOCUMENT_PURPOSES:  # first, so that a failure leaves something to delete again
                 await self._deleted(exchange.caller.tenant, file.id)
             await files.delete(file.id)
-        except DatabaseError as error:
-            raise away() from error
         gone = anthropic_files.deleted(file.id) if anthropic else {"id": file.id, "object": "file", "deleted": True}
         await exchange.reply_json(gone)
 
     async def file_content(self, exchange: Exchange) -> None:
         _asked_by_anthropic(exchange)
         files = self._files
-        try:
+        with store_of("files and batches"):
             file = await _found(files, exchange, exchange.path.split("/")[-2])
-        except DatabaseError as error:
-            raise away() from error
         kind = BYTES if file.purpose in DOCUMENT_PURPOSES else JSONL
         await exchange.reply_parts(files.pieces(file), file.bytes, kind)
 
@@ -211,10 +199,6 @@ def file_name(sent: str, purpose: str) -> str:
     """The name of a file, without the folder that a client may have sent."""
     unnamed = "file.jsonl" if purpose == "batch" else "file"
     return sent.rpartition("/")[2].replace("\0", "")[:256] or unnamed
-
-
-def away() -> ServiceUnavailable:
-    return ServiceUnavailable("The store of files and batches is unavailable at the moment.")
 
 
 async def _found(files: FileStore, exchange: Exchange, id: str) -> File:

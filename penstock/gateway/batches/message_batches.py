@@ -17,14 +17,14 @@ from penstock.gateway.app.data_rules import sent_require
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.app.uploads import UploadSlots
-from penstock.gateway.batches.file_endpoints import away, check_room
+from penstock.gateway.batches.file_endpoints import check_room
 from penstock.gateway.batches.files import File, FileStore
 from penstock.gateway.batches.message_lines import MESSAGES, message_line
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.batches.store import ACTIVE, Batch, BatchStore
 from penstock.protocol.errors import InvalidRequest, NotFound
-from penstock.storage import DatabaseError
 
 WINDOW_S = 86400.0
 JSONL = b"application/x-jsonl"
@@ -80,7 +80,7 @@ class MessageBatchEndpoints:
         async with exchange.upload(self._config.file_limit) as arrived, self._uploads.slot(caller.tenant):
             body = await arrived.read()
             text, total = await asyncio.to_thread(_input, body, self._config.most_lines)
-            try:
+            with store_of("files and batches"):
                 await check_room(self._files, self._config, caller.tenant, len(body), "requests")
                 del body
                 file = await self._files.create(caller.tenant, "messages.jsonl", "batch", text, user=caller.user)
@@ -97,8 +97,6 @@ class MessageBatchEndpoints:
                     kind="msgbatch",
                     require=sent_require(exchange),
                 )
-            except DatabaseError as error:
-                raise away() from error
         self._runner.wake()
         await exchange.reply_json(shown(batch))
 
@@ -107,7 +105,7 @@ class MessageBatchEndpoints:
         if asked.after_id and asked.before_id:
             raise InvalidRequest("Send `after_id` or `before_id`, not both.", param="before_id")
         caller = exchange.caller
-        try:
+        with store_of("files and batches"):
             found = await self._batches.page(
                 caller.tenant,
                 caller.only_user,
@@ -116,8 +114,6 @@ class MessageBatchEndpoints:
                 endpoint=MESSAGES,
                 limit=asked.limit + 1,
             )
-        except DatabaseError as error:
-            raise away() from error
         if asked.before_id and len(found) > asked.limit:  # what is too much is at the other end
             found = [*found[1:], found[0]]
         page = listed([shown(batch) for batch in found], asked.limit)
@@ -126,42 +122,36 @@ class MessageBatchEndpoints:
 
     async def get_message_batch(self, exchange: Exchange) -> None:
         decode_query(MessageBatchQuery, exchange.scope)
-        try:
+        with store_of("files and batches"):
             batch = await self._found(exchange, exchange.path.rpartition("/")[2])
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(shown(batch))
 
     async def cancel_message_batch(self, exchange: Exchange) -> None:
         decode_query(MessageBatchQuery, exchange.scope)
         id = exchange.path.split("/")[-2]
-        try:
+        with store_of("files and batches"):
             batch = await self._found(exchange, id)
             # One that is nearly over ends as it is; cancelling twice is the same as once.
             if not await self._batches.cancel(id, exchange.caller.tenant) and batch.status not in ACTIVE:
                 raise InvalidRequest(f"`{id}` has ended, so it cannot be cancelled.", code="batch_over")
             batch = await self._found(exchange, id)
-        except DatabaseError as error:
-            raise away() from error
         self._runner.wake()
         await exchange.reply_json(shown(batch))
 
     async def delete_message_batch(self, exchange: Exchange) -> None:
         decode_query(MessageBatchQuery, exchange.scope)
-        try:
+        with store_of("files and batches"):
             batch = await self._found(exchange, exchange.path.rpartition("/")[2])
             if not await self._batches.delete(batch.id, exchange.caller.tenant):
                 raise InvalidRequest(f"`{batch.id}` has not ended; cancel it first.", code="batch_not_over")
             for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
                 if file is not None:
                     await self._files.delete(file)
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json({"id": batch.id, "type": "message_batch_deleted"})
 
     async def message_batch_results(self, exchange: Exchange) -> None:
         decode_query(MessageBatchQuery, exchange.scope)
-        try:
+        with store_of("files and batches"):
             batch = await self._found(exchange, exchange.path.split("/")[-2])
             if batch.status in ACTIVE:
                 raise InvalidRequest(
@@ -173,8 +163,6 @@ class MessageBatchEndpoints:
                     if (file := await self._files.get(id, batch.tenant)) is None:
                         raise NotFound(f"The results of `{batch.id}` are no longer kept.")
                     files.append(file)
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_parts(self._content(files), sum(file.bytes for file in files), JSONL)
 
     async def _content(self, files: list[File]) -> AsyncIterator[bytes]:

@@ -16,11 +16,11 @@ from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.multipart import FORM_ROOM, read_form
 from penstock.gateway.app.pagination import NoQuery
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.file_endpoints import (
     LEAST_S,
     MOST_S,
-    away,
     check_purpose,
     check_room,
     file_name,
@@ -31,7 +31,6 @@ from penstock.gateway.batches.file_endpoints import (
 from penstock.gateway.batches.files import DOCUMENT_PURPOSES, DocumentWriter, FileStore, FileWriter
 from penstock.gateway.batches.uploads import MOST_PARTS, Upload
 from penstock.protocol.errors import ApiError, InvalidRequest, NotFound, PayloadTooLarge, RateLimitExceeded
-from penstock.storage import DatabaseError
 
 PART_LIMIT = 64 * 2**20
 """Bytes of one part: what the official SDK sends."""
@@ -94,7 +93,7 @@ class UploadEndpoints:
         check_purpose(asked.purpose)
         if asked.bytes > limit:
             raise PayloadTooLarge(limit=limit, size=asked.bytes)
-        try:
+        with store_of("files and batches"):
             await self._check_room(caller.tenant, asked.bytes, made=False)
             made = await self._uploads.create(
                 caller.tenant,
@@ -110,14 +109,12 @@ class UploadEndpoints:
             except ApiError:
                 await self._uploads.forget(made.id)
                 raise
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(made.shown())
 
     async def add_upload_part(self, exchange: Exchange) -> None:
         decode_query(NoQuery, exchange.scope)
         id = exchange.path.split("/")[-2]
-        try:
+        with store_of("files and batches"):
             upload = _open(await self._found(exchange, id))
             async with exchange.upload(PART_LIMIT + FORM_ROOM) as arrived, self._slots.slot(exchange.caller.tenant):
                 body = await arrived.read()
@@ -142,8 +139,6 @@ class UploadEndpoints:
                     param="data",
                     code="too_many_parts",
                 )
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(
             {"id": part, "object": "upload.part", "created_at": int(self._uploads.clock()), "upload_id": id}
         )
@@ -151,7 +146,7 @@ class UploadEndpoints:
     async def complete_upload(self, exchange: Exchange) -> None:
         asked = decode(_complete, await exchange.body(self._body_limit))
         id = exchange.path.split("/")[-2]
-        try:
+        with store_of("files and batches"):
             upload = await self._found(exchange, id)
             if upload.status != "completed":
                 _open(upload)
@@ -163,22 +158,18 @@ class UploadEndpoints:
             if upload.status != "completed" or upload.part_ids.split(" ") != asked.part_ids:
                 raise _over(upload)
             file = await self._files.get(upload.file_id, upload.tenant)
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(upload.shown(None if file is None else file.shown()))
 
     async def cancel_upload(self, exchange: Exchange) -> None:
         decode_query(NoQuery, exchange.scope)
         id = exchange.path.split("/")[-2]
-        try:
+        with store_of("files and batches"):
             upload = await self._found(exchange, id)
             if upload.status == "pending":
                 await self._uploads.cancel(id)
                 upload = await self._found(exchange, id)
             if upload.status != "cancelled":
                 raise _over(upload)
-        except DatabaseError as error:
-            raise away() from error
         await exchange.reply_json(upload.shown())
 
     async def _found(self, exchange: Exchange, id: str) -> Upload:

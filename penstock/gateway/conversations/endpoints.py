@@ -11,8 +11,8 @@ from msgspec import Meta
 from penstock.conversations import Owner, Sessions
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.protocol.errors import NotFound, PermissionDenied, ServiceUnavailable
-from penstock.storage import DatabaseError
+from penstock.gateway.app.store_access import store_of
+from penstock.protocol.errors import NotFound, PermissionDenied
 
 T = TypeVar("T")
 
@@ -119,7 +119,5 @@ def unknown_conversation(id: str) -> NotFound:
 
 
 async def store_reached(work: Awaitable[T]) -> T:
-    try:
+    with store_of("conversations"):
         return await work
-    except DatabaseError as error:
-        raise ServiceUnavailable("The conversation store is unavailable at the moment.") from error

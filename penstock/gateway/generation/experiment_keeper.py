@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.generation.experiment import Experiment
 from penstock.gateway.generation.experiment_report import report
 from penstock.gateway.generation.experiment_store import CountKey, Event, ExperimentState, ExperimentStore, SpanCounts
@@ -70,7 +71,7 @@ class ExperimentKeeper:
 
     async def report(self, name: str) -> dict[str, Any]:
         experiment = self._named(name)
-        try:
+        with store_of("experiments"):
             await self._write()
             await self._read()
             stage, window = experiment.span(self._clock())
@@ -78,8 +79,6 @@ class ExperimentKeeper:
                 stage -= 1  # what led to the rollback says more than the control on its own
             counts, _ = await self.store.counts(name, stage, window)
             events = await self.store.events(name)
-        except DatabaseError as error:
-            raise _away() from error
         return report(experiment, stage, counts, events, self._exists)
 
     async def promote(self, name: str, arm: str | None, to: float, who: str, why: str = "") -> None:
@@ -135,7 +134,7 @@ class ExperimentKeeper:
     ) -> None:
         """Store new shares of some canaries, which begins a stage; tried again when another gateway was faster."""
         name = experiment.config.name
-        try:
+        with store_of("experiments"):
             for _ in range(ATTEMPTS):
                 await self._read()
                 state, now = experiment.state, self._clock()
@@ -163,8 +162,6 @@ class ExperimentKeeper:
                         "an experiment has changed", extra={"experiment": name, "who": who, "what": what, "why": why}
                     )
                     return
-        except DatabaseError as error:
-            raise _away() from error
         raise ServiceUnavailable(f"The experiment `{name}` is being changed by others; try again.")
 
     async def _keep(self) -> None:
@@ -274,7 +271,3 @@ def _resized(allocation: Allocation, shares: Mapping[str, float]) -> Allocation:
 
 def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{arm} {share * 100:.4g}%" for arm, share in shares.items()) or "no canary"
-
-
-def _away() -> ServiceUnavailable:
-    return ServiceUnavailable("The store of experiments cannot be reached at the moment.")

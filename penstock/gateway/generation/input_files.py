@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.app.uploads import AT_ONCE, UploadSlots
 from penstock.gateway.generation.file_texts import FileTexts, Key, Owner
 from penstock.gateway.generation.file_urls import FileUrls, NotFetched
@@ -33,7 +34,6 @@ from penstock.knowledge.readers import decoded
 from penstock.knowledge.readers.media import PDF
 from penstock.knowledge.readers.process import ReaderProcess
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
 
 T = TypeVar("T")
 MOST_FILES = 100
@@ -226,7 +226,7 @@ class FileReading:
         if self._files is None:
             raise ServiceUnavailable("This gateway has no store for files.")
         caller = self._exchange.caller
-        try:
+        with store_of("files"):
             found = await self._files.get(id, caller.tenant, caller.only_user)
             if found is None:
                 raise _unknown(id, at)
@@ -234,8 +234,6 @@ class FileReading:
             body = b"".join([piece async for piece in self._files.pieces_of_any(found.id)])
             if len(body) != found.bytes:  # it is being deleted, piece by piece
                 raise _unknown(id, at)
-        except DatabaseError as error:
-            raise ServiceUnavailable("The store of files is unavailable at the moment.") from error
         self._exchange.body_size += len(body)  # as if the client had sent it
         return await self._read(body, name or found.filename, at)
 

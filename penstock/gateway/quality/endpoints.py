@@ -11,12 +11,12 @@ import msgspec
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.quality.feedback import Feedback, Rating, Selection
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable, sentence
-from penstock.storage import DatabaseError
+from penstock.protocol.errors import InvalidRequest, NotFound, sentence
 
 COMMENT = 4000
 """The most characters of a comment."""
@@ -64,7 +64,7 @@ class FeedbackEndpoints:
         request = decode(_decoder, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
         user, comment = ((text or "").replace("\0", "") for text in (exchange.record.user_id, request.comment))
-        try:
+        with store_of("feedback"):
             vote = await self._feedback.vote(
                 exchange.caller.tenant,
                 user,
@@ -74,8 +74,6 @@ class FeedbackEndpoints:
                 only_user=exchange.caller.only_user,
                 sees=partial(self._permissions.sees_answer, exchange.caller),
             )
-        except DatabaseError as error:
-            raise _away() from error
         if vote is None:
             raise NotFound(f"There is no answer `{request.response_id[:128]}` to vote on.", param="response_id")
         if request.rating == "down":
@@ -84,17 +82,11 @@ class FeedbackEndpoints:
 
     async def list_feedback(self, exchange: Exchange) -> None:
         asked = decode_query(FeedbackQuery, exchange.scope)
-        store = self._feedback
         try:
             since = None if asked.since is None else moment(asked.since)
-            only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating, asked.via, asked.arm)
-            votes, totals = await store.votes(only, asked.limit), await store.totals(only)
         except LedgerError as error:
             raise InvalidRequest(sentence(error), param="since") from error
-        except DatabaseError as error:
-            raise _away() from error
+        only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating, asked.via, asked.arm)
+        with store_of("feedback"):
+            votes, totals = await self._feedback.votes(only, asked.limit), await self._feedback.totals(only)
         await exchange.reply_json({"object": "list", "data": [vote.shown() for vote in votes], "totals": totals})
-
-
-def _away() -> ServiceUnavailable:
-    return ServiceUnavailable("The feedback store is unavailable at the moment.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 import uuid
 from collections.abc import Awaitable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,6 +16,7 @@ from penstock.config.webhooks import WebhooksConfig
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery, page
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.webhooks.delivery import Unreachable, WebhookClient
 from penstock.gateway.webhooks.signature import new_secret
@@ -23,25 +24,15 @@ from penstock.gateway.webhooks.store import (
     EVENT_TYPES,
     OLD_SECRET_S,
     Delivery,
+    EventType,
     WebhookEndpoint,
     WebhookStore,
     types_column,
 )
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
+from penstock.protocol.errors import InvalidRequest, NotFound
 
 T = TypeVar("T")
 TESTS_AT_ONCE, TESTS_OF_A_TENANT = 16, 2
-EventType = Literal[
-    "batch.completed",
-    "batch.failed",
-    "batch.expired",
-    "batch.cancelled",
-    "response.completed",
-    "response.failed",
-    "response.cancelled",
-    "response.incomplete",
-]
 EventTypes = Annotated[list[EventType], msgspec.Meta(min_length=1, max_length=64)]
 EndpointName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00]*$")]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
@@ -228,7 +219,5 @@ def unknown_endpoint(id: str) -> NotFound:
 
 
 async def store_reached(work: Awaitable[T]) -> T:
-    try:
+    with store_of("webhooks"):
         return await work
-    except DatabaseError as error:
-        raise ServiceUnavailable("The store of webhooks is unavailable at the moment.") from error

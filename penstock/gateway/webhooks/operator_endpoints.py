@@ -12,8 +12,8 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery, listed
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.webhooks.delivery import WebhookClient
-from penstock.gateway.webhooks.endpoints import EventType, send_example, store_reached, unknown_endpoint
-from penstock.gateway.webhooks.store import Outstanding, WebhookEndpoint, WebhookStore
+from penstock.gateway.webhooks.endpoints import send_example, store_reached, unknown_endpoint
+from penstock.gateway.webhooks.store import EventType, Outstanding, WebhookEndpoint, WebhookStore
 from penstock.protocol.errors import NotFound
 
 MOST_DELIVERIES = 100

@@ -13,16 +13,24 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from penstock.gateway.webhooks.signature import hint
 from penstock.storage import Database, Statement, Where
 
-RESPONSE_EVENTS = ("response.completed", "response.failed", "response.cancelled", "response.incomplete")
-BATCH_EVENTS = ("batch.completed", "batch.failed", "batch.expired", "batch.cancelled")
-EVENT_TYPES = (*BATCH_EVENTS, *RESPONSE_EVENTS)
+EventType = Literal[
+    "batch.completed",
+    "batch.failed",
+    "batch.expired",
+    "batch.cancelled",
+    "response.completed",
+    "response.failed",
+    "response.cancelled",
+    "response.incomplete",
+]
+EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 OLD_SECRET_S = 86400.0
 """How long a secret may be used beside its successor."""
 _VERSIONS = (

@@ -12,18 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.engine.adapters.folder import changes_outputs, input_blocks, replaced_rows, stored_keys, virtual_tokens
 from penstock.engine.adapters.inputs import InputBlocks
 from penstock.engine.adapters.layout import layout_of, uncut
 from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.prefixes import read_prefix
-from penstock.engine.adapters.spec import (
-    AdapterSpec,
-    changes_outputs,
-    input_blocks,
-    replaced_rows,
-    stored_keys,
-    virtual_tokens,
-)
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.families import read_config

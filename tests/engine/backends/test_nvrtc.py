@@ -6,6 +6,8 @@ import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int32, c_int64
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +130,34 @@ def test_structs_of_the_driver_have_its_layout() -> None:
         32,
         40,
     ]
+
+
+def test_what_the_driver_says_about_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this context, and whether other processes use them at the same time; an old driver says neither."""
+    assert driver._Resource.processors.offset == 96
+
+    def resources(context: object, resource: Any, kind: ctypes.c_int) -> int:
+        assert kind.value == 1
+        resource._obj.processors = 66
+        return 0
+
+    def attribute(found: Any, which: ctypes.c_int, device: object) -> int:
+        found._obj.value = int(which.value == 133)
+        return 0
+
+    known = SimpleNamespace(
+        cuCtxGetCurrent=lambda context: 0,
+        cuCtxGetDevResource=resources,
+        cuDeviceGet=lambda device, ordinal: 0,
+        cuDeviceGetAttribute=attribute,
+    )
+    monkeypatch.setattr(driver, "driver", lambda: known)
+    device = torch.device("cuda", 0)
+    assert driver.processors_of_context() == 66 and driver.is_shared(device)
+    known.cuCtxGetDevResource = known.cuDeviceGetAttribute = lambda *args: 1
+    assert driver.processors_of_context() is None and not driver.is_shared(device)
+    del known.cuCtxGetDevResource
+    assert driver.processors_of_context() is None
 
 
 def test_arguments_must_say_their_width_and_fit_the_kernel() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import slots_of
 from penstock.engine.backends.cuda.capture import record, watched
-from penstock.engine.backends.cuda.deferred import Deferred
+from penstock.engine.backends.cuda.deferred import Deferred, LaterCaptures
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.rehearsal import Short
 from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, View, by_name, state_batch, steps_have_states
@@ -72,7 +72,7 @@ class _Captured:
     tokens: Tensor
 
 
-class DecodeGraphs:
+class DecodeGraphs(LaterCaptures[int]):
     """Graphs of pure decode steps, made at start or when a size first occurs."""
 
     def __init__(
@@ -211,28 +211,6 @@ class DecodeGraphs:
 
     def _at_start(self, bucket: int) -> bool:
         return bucket <= _ALL_UP_TO or bucket.bit_count() == 1 or bucket == self.buckets[-1]
-
-    def capture_next(self) -> bool:
-        """Capture one of those that were left for later; False when there is none."""
-        bucket = self._later.next
-        if bucket is None:
-            return False
-        self.capture(bucket)
-        return True
-
-    @property
-    def due(self) -> bool:
-        """Whether one is wanted often that was left for later."""
-        return self._later.due is not None
-
-    def capture_due(self) -> None:
-        """Capture such a one."""
-        if (bucket := self._later.due) is not None:
-            self.capture(bucket)
-
-    def only_when_idle(self) -> None:
-        """Capture no more of them while there is work: larger ones stand in."""
-        self._later.only_when_idle()
 
     def capture(self, bucket: int) -> _Captured:
         """Capture the step of `bucket` rows."""

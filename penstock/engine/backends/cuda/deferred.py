@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -83,3 +84,35 @@ class Deferred(Generic[Size]):
                         self._waited_at = self._clock()
                         return size
         return None
+
+
+class LaterCaptures(ABC, Generic[Size]):
+    """Graphs of which some are captured after the start."""
+
+    _later: Deferred[Size]
+
+    @abstractmethod
+    def capture(self, size: Size, /) -> object:
+        """Capture the step of this size."""
+
+    def capture_next(self) -> bool:
+        """Capture one of those that were left for later; False when there is none."""
+        size = self._later.next
+        if size is None:
+            return False
+        self.capture(size)
+        return True
+
+    @property
+    def due(self) -> bool:
+        """Whether one is wanted often that was left for later."""
+        return self._later.due is not None
+
+    def capture_due(self) -> None:
+        """Capture such a one."""
+        if (size := self._later.due) is not None:
+            self.capture(size)
+
+    def only_when_idle(self) -> None:
+        """Capture no more of them while there is work: larger ones stand in."""
+        self._later.only_when_idle()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.capture import record, watched
-from penstock.engine.backends.cuda.deferred import Deferred
+from penstock.engine.backends.cuda.deferred import Deferred, LaterCaptures
 from penstock.engine.backends.cuda.long_prompts import Gathering
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.rehearsal import Short
@@ -163,7 +163,7 @@ class _Captured:
     tokens: Tensor
 
 
-class PromptGraphs:
+class PromptGraphs(LaterCaptures[Shape]):
     """Graphs of steps that compute a few prompt tokens, with or without decodes beside them."""
 
     def __init__(
@@ -253,28 +253,6 @@ class PromptGraphs:
         if shape.decodes not in (0, *DECODES, self.scratch_row):
             return False
         return shape.tokens == most_tokens or shape.tokens in (AT_START_BESIDE_DECODES if shape.decodes else AT_START)
-
-    def capture_next(self) -> bool:
-        """Capture one of those that were left for later; False when there is none."""
-        shape = self._later.next
-        if shape is None:
-            return False
-        self.capture(shape)
-        return True
-
-    @property
-    def due(self) -> bool:
-        """Whether one is wanted often that was left for later."""
-        return self._later.due is not None
-
-    def capture_due(self) -> None:
-        """Capture such a one."""
-        if (shape := self._later.due) is not None:
-            self.capture(shape)
-
-    def only_when_idle(self) -> None:
-        """Capture no more of them while there is work: larger ones stand in."""
-        self._later.only_when_idle()
 
     def forget(self) -> list[Shape]:
         """Drop every graph, because what they read is about to move; the shapes to capture again at once, largest

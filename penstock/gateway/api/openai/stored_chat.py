@@ -14,13 +14,13 @@ from penstock.gateway.api.openai.chat_store import ChatStore, Reader, anything
 from penstock.gateway.app.decoding import convert_query, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatRequest, Metadata
 from penstock.gateway.server_tools.steps import StepsRenderer
-from penstock.protocol.errors import ApiError, InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
+from penstock.protocol.errors import ApiError, InvalidRequest, NotFound
 
 T = TypeVar("T")
 _SHOWN = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "tools", "tool_choice")
@@ -198,7 +198,5 @@ def _unknown(id: str) -> NotFound:
 
 
 async def store_reached(work: Awaitable[T]) -> T:
-    try:
+    with store_of("chat completions"):
         return await work
-    except DatabaseError as error:
-        raise ServiceUnavailable("The store of chat completions cannot be reached at the moment.") from error

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.rag.collection_endpoints import guarded, storable
 from penstock.gateway.rag.library import KnowledgeLibrary
@@ -17,7 +18,6 @@ from penstock.identity import Caller
 from penstock.knowledge.entities import Attribute, Collection, Document
 from penstock.knowledge.readers import MEDIA_TYPES, media_type_of
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
 
 PURPOSES = ("assistants", "user_data")
 PREFIX = "/v1/vector_stores/"
@@ -63,10 +63,8 @@ class Attachment:
         """A file of the caller; 404 where it has no such file."""
         if self._files is None:
             raise ServiceUnavailable("This gateway has no store for files.")
-        try:
+        with store_of("files"):
             found = await self._files.get(storable(id), exchange.caller.tenant, exchange.caller.only_user)
-        except DatabaseError as error:
-            raise ServiceUnavailable("The store of files is unavailable at the moment.") from error
         if found is None:
             raise NotFound(f"There is no file `{id[:128]}`.", param=param, code="file_not_found")
         if found.purpose not in PURPOSES:
@@ -128,10 +126,8 @@ class Attachment:
                 f"`{file.filename}` has {file.bytes:,} bytes; a document has at most {limit:,}.", code="invalid_file"
             )
         assert self._files is not None
-        try:
+        with store_of("files"):
             return b"".join([piece async for piece in self._files.pieces_of(file.id)])
-        except DatabaseError as error:
-            raise ServiceUnavailable("The store of files is unavailable at the moment.") from error
 
 
 async def find_store(knowledge: KnowledgeLibrary, caller: Caller, id: str, *, param: str | None = None) -> Collection:

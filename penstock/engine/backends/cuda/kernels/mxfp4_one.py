@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock.engine.backends.cuda.exclusive import shares_processors
 from penstock.engine.backends.cuda.kernels.activation import gate_options
 from penstock.engine.backends.cuda.kernels.common import INTERPRETED, ceil_div, launch, next_power_of_2
+from penstock.engine.backends.cuda.kernels.expert_ranks import of_visit, ranked, totals
 from penstock.engine.backends.cuda.kernels.moe_one import Visits
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
 from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
@@ -54,25 +55,6 @@ _RESERVED = 1024
 
 
 @constexpr_function
-def _lanes(count: int, rank: int, axis: int) -> list[list[int]]:
-    """Bases of the threads of a warp along an axis; those that are too many have what others have."""
-    found: list[list[int]] = bits(min(32, count), 1, rank, axis)
-    return found + [[0] * rank for _ in range(5 - len(found))]
-
-
-@constexpr_function
-def _rank_layout(warps: int, block: int) -> gl.DistributedLinearLayout:
-    """Of pairs of experts: the same in every warp, and all seconds of a first in one thread."""
-    return gl.DistributedLinearLayout(
-        bits(block, 1, 2, 1) + (bits(block // 32, 32, 2, 0) if block > 32 else []),
-        _lanes(block, 2, 0),
-        [[0, 0] for _ in bits(warps, 1, 2, 0)],
-        [],
-        [block, block],
-    )
-
-
-@constexpr_function
 def _input_layout(warps: int) -> gl.DistributedLinearLayout:
     """Of inputs [warps, 8, 64]: see `mxfp4_stream`; the eight are one token."""
     return gl.DistributedLinearLayout(
@@ -91,51 +73,6 @@ def _operand(x: gl.tensor, INPUTS: gl.constexpr, OPERAND: gl.constexpr) -> gl.te
     alike, _ = gl.broadcast(gl.expand_dims(x, 1), gl.zeros([WARPS, 8, 64], x.dtype, layout=INPUTS))
     split = gl.permute(gl.reshape(alike, [WARPS, 8, 4, 2, 2, 2, 2]), (0, 3, 4, 5, 2, 6, 1))
     return gl.convert_layout(gl.reshape(split, [WARPS, 64, 8]), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _ranked(
-    logits_ptr: gl.tensor, EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, WARPS: gl.constexpr
-) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
-    """All experts, their scores, and their places in the order of these."""
-    PAIRS: gl.constexpr = _rank_layout(WARPS, BLOCK_E)
-    e = gl.arange(0, BLOCK_E, layout=gl.SliceLayout(1, PAIRS))
-    other = gl.arange(0, BLOCK_E, layout=gl.SliceLayout(0, PAIRS))
-    x = gl.load(logits_ptr + e, mask=e < EXPERTS, other=float("-inf"))
-    y = gl.load(logits_ptr + other, mask=other < EXPERTS, other=float("-inf"))
-    before = (y[None, :] > x[:, None]) | ((y[None, :] == x[:, None]) & (other[None, :] < e[:, None]))
-    return e, x, gl.sum(before.to(gl.int32), axis=1)
-
-
-@gluon.jit
-def _totals(
-    x: gl.tensor,
-    place: gl.tensor,
-    TOP_K: gl.constexpr,
-    NORMALIZE: gl.constexpr,
-    SIGMOID: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor]:
-    """What the weights of experts are in proportion to, and what they are divided by; see `moe_route`."""
-    if SIGMOID:
-        p = 1.0 / (1.0 + gl.exp(-x))
-        total = 1.0
-    else:
-        p = gl.exp(x - gl.max(x, axis=0))
-        total = gl.sum(p, axis=0)
-    if NORMALIZE:
-        total = gl.sum(gl.where(place < TOP_K, p, 0.0), axis=0)
-        if SIGMOID:
-            total += 1e-20
-    return p, total
-
-
-@gluon.jit
-def _of_visit(found: gl.tensor, visit: gl.tensor, TOP_K: gl.constexpr) -> gl.tensor:
-    """Of a tuple with one number for each visit, the one at each `visit`."""
-    value = visit * 0 + found[0]
-    for i in gl.static_range(1, TOP_K):
-        value = gl.where(visit == i, found[i], value)
-    return value
 
 
 @gluon.jit
@@ -302,7 +239,7 @@ def _one_kernel(
     staged = _read_inputs(x_ptr, 0, 1, HIDDEN, SHARES, SHARE, STAGED, WARPS)
     chosen = ()
     if CHOOSES:
-        e, scores, places = _ranked(logits_ptr, EXPERTS, BLOCK_E, WARPS)
+        e, scores, places = ranked(logits_ptr, EXPERTS, BLOCK_E, WARPS)
         for i in gl.static_range(TOP_K):
             # Scores that are not numbers may choose no expert.
             chosen = chosen + (gl.minimum(gl.sum(gl.where(places == i, e, 0), axis=0), EXPERTS - 1),)  # type: ignore[assignment]
@@ -313,8 +250,8 @@ def _one_kernel(
     flat_w = gl.minimum(pid * VISITS + warp_w // SHARES, TOP_K * ROW_TILES - 1)
     flat_p = gl.minimum(pid * VISITS + warp_p // SHARES, TOP_K * ROW_TILES - 1)
     flat_s = gl.minimum(pid * VISITS + warp_s // SHARES, TOP_K * ROW_TILES - 1)
-    tile_w = _of_visit(chosen, flat_w // ROW_TILES, TOP_K).to(gl.int64) * ROW_TILES + flat_w % ROW_TILES
-    tile_p = _of_visit(chosen, flat_p // ROW_TILES, TOP_K).to(gl.int64) * ROW_TILES + flat_p % ROW_TILES
+    tile_w = of_visit(chosen, flat_w // ROW_TILES, TOP_K).to(gl.int64) * ROW_TILES + flat_w % ROW_TILES
+    tile_p = of_visit(chosen, flat_p // ROW_TILES, TOP_K).to(gl.int64) * ROW_TILES + flat_p % ROW_TILES
     words = at_words(words_ptr, tile_w * (STEPS * 128), WORDS)
     powers = at_powers(exponents_ptr, tile_p * (SPANS * 32), POWERS)
     first_w = (warp_w % SHARES * SHARE)[:, None, None, None]
@@ -322,7 +259,7 @@ def _one_kernel(
     ring, ring_e = _first_words(words, powers, first_w, first_p, pid >= 0, HIDDEN, AHEAD)
     place = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     row, _ = rows_of((flat_s % ROW_TILES * 16)[:, None] + place[None, :], 2 * WIDTH, True)
-    row += _of_visit(chosen, flat_s // ROW_TILES, TOP_K)[:, None] * (2 * WIDTH)
+    row += of_visit(chosen, flat_s // ROW_TILES, TOP_K)[:, None] * (2 * WIDTH)
     scale = gl.load(scale_ptr + row)
     if BIASED:
         bias = gl.where((warp_s % SHARES == 0)[:, None], gl.load(bias_ptr + row).to(gl.float32), 0.0)
@@ -330,8 +267,8 @@ def _one_kernel(
         inputs, staged, words, powers, first_w, first_p, ring, ring_e, HIDDEN, AHEAD, TURNS, STAGED, WARPS
     )
     # The second part's weights may be under way from here on.
-    at_w = _of_visit(chosen, gl.minimum(warp_w // SHARES, TOP_K - 1), TOP_K).to(gl.int64) * DOWN_TILES
-    at_p = _of_visit(chosen, gl.minimum(warp_p // SHARES, TOP_K - 1), TOP_K).to(gl.int64) * DOWN_TILES
+    at_w = of_visit(chosen, gl.minimum(warp_w // SHARES, TOP_K - 1), TOP_K).to(gl.int64) * DOWN_TILES
+    at_p = of_visit(chosen, gl.minimum(warp_p // SHARES, TOP_K - 1), TOP_K).to(gl.int64) * DOWN_TILES
     tile = gl.minimum(pid, DOWN_TILES - 1)
     words = at_words(down_words_ptr, (at_w + tile) * (DOWN_STEPS * 128), WORDS)
     powers = at_powers(down_exponents_ptr, (at_p + tile) * (DOWN_SPANS * 32), POWERS)
@@ -360,16 +297,16 @@ def _one_kernel(
         place = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         out_row = gl.minimum(pid * 16 + place, HIDDEN - 1)
         visit = gl.minimum(warp_s // SHARES, TOP_K - 1)
-        from_at = _of_visit(chosen, visit, TOP_K)[:, None] * HIDDEN + out_row[None, :]
+        from_at = of_visit(chosen, visit, TOP_K)[:, None] * HIDDEN + out_row[None, :]
         out_scale = gl.load(down_scale_ptr + from_at)
         if BIASED:
             out_bias = gl.where((warp_s % SHARES == 0)[:, None], gl.load(down_bias_ptr + from_at).to(gl.float32), 0.0)
         if CHOOSES:
-            p, whole = _totals(scores, places, TOP_K, NORMALIZE, SIGMOID)
+            p, whole = totals(scores, places, TOP_K, NORMALIZE, SIGMOID)
             route = ()
             for i in gl.static_range(TOP_K):
                 route = route + (gl.sum(gl.where(places == i, p, 0.0), axis=0) / whole * SCALE,)  # type: ignore[assignment]
-            weight = _of_visit(route, visit.to(gl.float32), TOP_K)
+            weight = of_visit(route, visit.to(gl.float32), TOP_K)
         else:
             weight = gl.load(route_ptr + visit)
         programs = gl.num_programs(0)

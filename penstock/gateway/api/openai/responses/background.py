@@ -30,6 +30,7 @@ from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.store import ResponseRecord
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.app.memory_request import Reply
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.identity import Caller
@@ -228,7 +229,7 @@ class BackgroundResponses:
         names = ("response.created", "response.queued")
         events = [encode_event((name, {"response": run.response}), number) for number, name in enumerate(names)]
         assert len(events) == QUEUED_EVENTS
-        try:
+        with store_of("responses"):
             await self._store.begin(
                 id,
                 self._name,
@@ -240,8 +241,6 @@ class BackgroundResponses:
                 events=b"".join(events) if run.stream else b"",
                 work=run.work,
             )
-        except DatabaseError as error:
-            raise ServiceUnavailable(_AWAY) from error
         run.id = id
         run.record(events)
         run.forget_events(len(run.events))

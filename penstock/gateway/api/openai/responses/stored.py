@@ -16,9 +16,9 @@ from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.obfuscation import obfuscated
 from penstock.gateway.app.pagination import listed
+from penstock.gateway.app.store_access import store_of
 from penstock.gateway.generation.permissions import Permissions
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
+from penstock.protocol.errors import InvalidRequest, NotFound
 
 T = TypeVar("T")
 RUNNING = ("queued", "in_progress")
@@ -145,7 +145,5 @@ def _unknown(id: str) -> NotFound:
 
 
 async def store_reached(work: Awaitable[T]) -> T:
-    try:
+    with store_of("responses"):
         return await work
-    except DatabaseError as error:
-        raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error
