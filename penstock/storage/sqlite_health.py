@@ -67,6 +67,14 @@ class DatabaseFiles:
 
     def problem(self, timeout_s: float) -> str | None:
         """What is wrong with the files; None: nothing. Reads the disk, so it takes a while."""
+        try:
+            return self._examined(timeout_s)
+        except (sqlite3.Error, OSError):
+            if (wrong := self.missing()) is not None:  # it went while it was being read
+                return wrong
+            raise
+
+    def _examined(self, timeout_s: float) -> str | None:
         wrong = self.missing() or self._missing_log()
         if wrong is not None:
             return wrong

@@ -76,12 +76,12 @@ def draw_mix(seed: int, **fixed: Any) -> Mix:
     settings: dict[str, Any] = {
         "block_size": block,
         "num_blocks": WINDOW // block + rng.randrange(2, 12),
-        "max_running": rng.choice((3, 6, 12)),
+        "max_running": rng.choice((3, 8, 12)),
         "token_budget": rng.choice((24, 48, 96)),
     }
     shared: dict[str, Any] = {}
     if family in RECURRENT:
-        settings |= {"state_interval": block * rng.choice((1, 2, 4)), "kept_states": rng.choice((0, 2, 8))}
+        settings |= {"state_interval": block * rng.choice((1, 2, 4)), "kept_states": rng.choice((0, 6, 6, 12))}
     form = fixed.get("form", rng.choice(("", "", "", "int8 cache", "int8 weights", "deterministic")))
     if form == "int8 cache":
         shared["kv_dtype"] = "int8"
@@ -118,7 +118,7 @@ class Talk:
         self.mix = mix
         self.rng = random.Random(f"talk {mix.seed}")
         self.count = count
-        self._documents = [self._tokens(length) for length in (20, 60, 110)]
+        self._documents = [self._tokens(length) for length in (30, 80, 130)]
 
     def first(self) -> list[Case]:
         cases = [self._case(f"a{index}", self._prompt()) for index in range(self.count)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.storage import DatabaseError
+from penstock.storage import DatabaseError, sqlite_health
 from penstock.storage.sqlite import SQLiteDatabase
 from penstock.storage.sqlite_health import DAMAGED, GONE, REPLACED
 
@@ -80,6 +81,21 @@ async def test_a_check_notices_whatever_happened_to_the_files(
     assert database.problem == why
     with pytest.raises(DatabaseError, match=why):
         await database.execute(INSERT, "new", "")
+
+
+async def test_a_file_that_goes_while_it_is_read_is_reported_as_gone(
+    database: SQLiteDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite_health.connect_existing
+
+    def late(path: Path, timeout_s: float) -> sqlite3.Connection:
+        path.unlink()
+        return connect(path, timeout_s)
+
+    monkeypatch.setattr(sqlite_health, "connect_existing", late)
+    with pytest.raises(DatabaseError, match=GONE):
+        await database.check()
+    assert database.problem == GONE
 
 
 async def test_nothing_is_created_in_the_place_of_a_deleted_file(database: SQLiteDatabase) -> None:

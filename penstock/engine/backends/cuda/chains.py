@@ -53,6 +53,7 @@ class Chains:
         self._counter: Tensor | None = None
         self._problem: str | None = None
         """Why there are none."""
+        self._told = False
 
     def of(self, links: Sequence[Link]) -> LinkedProducts | None:
         """A chain that is ready to be launched; None where there is no kernel for it, or launches are faster."""
@@ -73,7 +74,11 @@ class Chains:
             return False
         if self._choice == "auto" and sum(link.weight.nbytes for link in links) < LEAST_BYTES:
             return False
-        return plan_chain(links, shape_on(self.device)) is not None
+        planned = plan_chain(links, shape_on(self.device)) is not None
+        if self._choice == "chain" and not planned and not self._told:
+            self._told = True
+            log.warning("%s=chain has no effect on weights that are not in FP8 with a scale for each row", ONE_TOKEN)
+        return planned
 
 
 def new_counter(device: torch.device) -> Tensor:
