@@ -12,8 +12,8 @@ import asyncio
 import base64
 import binascii
 import functools
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -38,6 +38,8 @@ from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailabl
 T = TypeVar("T")
 MOST_FILES = 100
 """Of one request."""
+FETCHES_AT_ONCE, FETCHES_OF_A_TENANT = 16, 4
+"""Files that are being fetched from URLs by a gateway process."""
 READABLE = "text in UTF-8 (plain, Markdown, CSV, JSON, HTML, code) and PDF"
 LONGEST_NAME = 256
 _PDF_MARK = b"%PDF-"
@@ -126,6 +128,8 @@ class InputFiles:
         self._quotas = quotas
         self._texts = texts
         self._urls = urls
+        self._fetches = UploadSlots(FETCHES_AT_ONCE, FETCHES_OF_A_TENANT)
+        """Apart from the following: a server that is slow holds up no file that is here already."""
         self._slots = UploadSlots()
         """Apart from those of uploads: a document that takes long to read holds up none of them."""
         self._readers = tuple(ReaderProcess() for _ in range(AT_ONCE))
@@ -138,19 +142,30 @@ class InputFiles:
 
     @asynccontextmanager
     async def reading(self, exchange: Exchange, model: str | None, *, free: bool = False) -> AsyncIterator[FileReading]:
-        """For the files of one request to `model`. Take it only where there are some: it may have to wait. `free`: the
+        """For the files of one request to `model`. Take it only where there are some: it is counted. `free`: the
         request only counts tokens, or stores what it says; it counts against limits of its own. Without a `model`
         nothing follows that would be counted."""
         exchange.documents = True
         counted_as = None if model is None else self._permissions.counted_as(exchange, model)
-        async with (
-            self._quotas.file_work(exchange, counted_as, only=free) as work,
-            self._slots.slot(exchange.caller.tenant),
-        ):
+        async with self._quotas.file_work(exchange, counted_as, only=free) as work:
             work.counted = model is None
+            yield FileReading(
+                exchange,
+                self._files,
+                self._limit,
+                self._texts,
+                self._urls,
+                fetching=functools.partial(self._fetches.slot, exchange.caller.tenant),
+                reading=functools.partial(self._slot, exchange.caller.tenant),
+            )
+
+    @asynccontextmanager
+    async def _slot(self, tenant: str) -> AsyncIterator[ReaderProcess]:
+        """One of the few places in which files are read, with the process for its PDFs."""
+        async with self._slots.slot(tenant):
             reader = self._free.pop()
             try:
-                yield FileReading(exchange, self._files, reader, self._limit, self._texts, self._urls)
+                yield reader
             finally:
                 self._free.append(reader)  # the next to be taken: it may have a process already
 
@@ -189,17 +204,22 @@ class FileReading:
         self,
         exchange: Exchange,
         files: Files | None,
-        reader: ReaderProcess,
         limit: int,
         texts: FileTexts,
         urls: FileUrls,
+        *,
+        fetching: Callable[[], AbstractAsyncContextManager[None]],
+        reading: Callable[[], AbstractAsyncContextManager[ReaderProcess]],
     ) -> None:
+        """`fetching`, `reading`: a file waits there for its turn to be fetched, and to be read. They are taken in this
+        order, for one file at a time, so a request with many holds up none of others."""
         self._texts = texts
         self._urls = urls
         self._exchange = exchange
         self._files = files
-        self._reader = reader
         self._limit = limit
+        self._fetching = fetching
+        self._reading = reading
         self._count = self._size = 0
 
     async def one(
@@ -226,16 +246,17 @@ class FileReading:
         if self._files is None:
             raise ServiceUnavailable("This gateway has no store for files.")
         caller = self._exchange.caller
-        with store_of("files"):
-            found = await self._files.get(id, caller.tenant, caller.only_user)
-            if found is None:
-                raise _unknown(id, at)
-            self._add(found.bytes, at)
-            body = b"".join([piece async for piece in self._files.pieces_of_any(found.id)])
-            if len(body) != found.bytes:  # it is being deleted, piece by piece
-                raise _unknown(id, at)
-        self._exchange.body_size += len(body)  # as if the client had sent it
-        return await self._read(body, name or found.filename, at)
+        async with self._reading() as reader:
+            with store_of("files"):
+                found = await self._files.get(id, caller.tenant, caller.only_user)
+                if found is None:
+                    raise _unknown(id, at)
+                self._add(found.bytes, at)
+                body = b"".join([piece async for piece in self._files.pieces_of_any(found.id)])
+                if len(body) != found.bytes:  # it is being deleted, piece by piece
+                    raise _unknown(id, at)
+            self._exchange.body_size += len(body)  # as if the client had sent it
+            return await self._read(reader, body, name or found.filename, at)
 
     async def sent(self, data: str, at: str, name: str | None = None, media_type: str = "") -> FileText:
         """A file in base64, which is part of the request."""
@@ -245,11 +266,12 @@ class FileReading:
                 raise InvalidRequest(f"`{at}` must be base64, alone or as a data URL.", param=at)
             media_type = media_type or head.removeprefix("data:").partition(";")[0]
         self._add(len(data) * 3 // 4, at)
-        try:
-            body = await _somewhere(len(data), base64.b64decode, data, None, True)
-        except (binascii.Error, ValueError):
-            raise InvalidRequest(f"`{at}` is not base64.", param=at) from None
-        return await self._read(body, name or ("file.pdf" if media_type == PDF else "file"), at)
+        async with self._reading() as reader:
+            try:
+                body = await _somewhere(len(data), base64.b64decode, data, None, True)
+            except (binascii.Error, ValueError):
+                raise InvalidRequest(f"`{at}` is not base64.", param=at) from None
+            return await self._read(reader, body, name or ("file.pdf" if media_type == PDF else "file"), at)
 
     async def fetched(self, url: str, at: str, name: str | None = None) -> FileText:
         """A file at a URL."""
@@ -262,13 +284,15 @@ class FileReading:
             )
         self._add(0, at)
         left = self._limit - self._size
-        try:
-            found = await self._unless_left(self._urls.fetch(url, left), "a file of a URL")
-        except NotFetched as error:
-            raise UnfetchedFile(f"The file cannot be fetched. {error}", param=at) from None
-        self._grow(len(found.body), at)
-        self._exchange.body_size += len(found.body)  # as if the client had sent it
-        return await self._read(found.body, name or found.name or "file", at)
+        async with self._fetching():  # until it is read: it is in memory
+            try:
+                found = await self._unless_left(self._urls.fetch(url, left), "a file of a URL")
+            except NotFetched as error:
+                raise UnfetchedFile(f"The file cannot be fetched. {error}", param=at) from None
+            self._grow(len(found.body), at)
+            self._exchange.body_size += len(found.body)  # as if the client had sent it
+            async with self._reading() as reader:
+                return await self._read(reader, found.body, name or found.name or "file", at)
 
     def _add(self, size: int, at: str) -> None:
         self._count += 1
@@ -286,12 +310,12 @@ class FileReading:
                 code="file_too_large",
             )
 
-    async def _read(self, body: bytes, name: str, at: str) -> FileText:
+    async def _read(self, reader: ReaderProcess, body: bytes, name: str, at: str) -> FileText:
         name = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())[:LONGEST_NAME]
         pdf = body[:1024].lstrip().startswith(_PDF_MARK)
         try:
             if pdf:
-                text = await self._pdf(body)
+                text = await self._pdf(reader, body)
                 unfolded = max(0, len(text.encode()) - len(body))
                 self._grow(unfolded, at)
                 self._exchange.body_size += unfolded
@@ -305,11 +329,11 @@ class FileReading:
             ) from None
         return FileText(name or "file", text)
 
-    async def _pdf(self, body: bytes) -> str:
+    async def _pdf(self, reader: ReaderProcess, body: bytes) -> str:
         """Its text. It is not read on for a client that has left."""
         caller = self._exchange.caller
         key = await _somewhere(len(body), Key.of, Owner(caller.tenant, caller.only_user), body)
-        read = functools.partial(self._reader.text, body, PDF)
+        read = functools.partial(reader.text, body, PDF)
         return await self._unless_left(self._texts.text(key, read), "a file of a request")
 
     async def _unless_left(self, work: Coroutine[Any, Any, T], name: str) -> T:

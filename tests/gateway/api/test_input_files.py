@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.batches import files
 from penstock.gateway.generation import input_files
+from penstock.gateway.generation.input_files import FETCHES_OF_A_TENANT
 from penstock.identity import IdentityStore
 from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers import process, read
@@ -449,3 +451,20 @@ async def test_files_of_urls(serving: Serving, text: TextModel, tmp_path: Path) 
         await claude(running).messages.create(model="tiny", max_tokens=50, messages=[first, *history])
         assert "[a document that is not text" in prompt(running, text)
     web.close()
+
+
+async def test_slow_servers_hold_up_no_file_that_is_here(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    web = Web()
+    patient = dataclasses.replace(web.config, url_timeout_s=120.0)
+    part: Any = {"type": "file", "file": {"file_url": f"{web.url}/silent"}}
+    async with serving(long_window(text), **settings(tmp_path, input_files=patient)) as running:
+        slow = [
+            asyncio.create_task(running.chat(messages=[{"role": "user", "content": [part]}]))
+            for _ in range(FETCHES_OF_A_TENANT)
+        ]
+        await eventually(lambda: len(web.asked) == FETCHES_OF_A_TENANT)
+        part = {"type": "file", "file": {"file_data": b64(CSV)}}
+        assert (await running.chat(messages=[{"role": "user", "content": [part]}])).status_code == 200
+        assert not any(task.done() for task in slow)
+        web.close()
+        assert {reply.status_code for reply in await asyncio.gather(*slow)} == {400}
