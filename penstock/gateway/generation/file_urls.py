@@ -20,8 +20,6 @@ from penstock.tools.execution.addresses import Addresses, PinnedTransport, no_co
 
 MOST_REDIRECTS = 5
 LONGEST_URL = 8192
-AT_ONCE = 16
-"""Of a gateway process; readers of files are fewer."""
 _PORTS = {"https": 443, "http": 80}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _READABLE = ("pdf", "json", "xml", "yaml", "javascript", "octet-stream")
@@ -59,7 +57,6 @@ class FileUrls:
                 cookies=no_cookies(),
                 headers={"user-agent": "Penstock-Files", "accept-encoding": "identity"},
             )
-        self._slots = asyncio.Semaphore(AT_ONCE)
 
     @property
     def enabled(self) -> bool:
@@ -73,7 +70,7 @@ class FileUrls:
         """The file at `url`; `NotFetched` where it has more than `most` bytes, or cannot be had."""
         limit_s = self._config.url_timeout_s
         try:
-            async with asyncio.timeout(limit_s), self._slots:
+            async with asyncio.timeout(limit_s):
                 found = await self._follow(url, most)
         except NotFetched:
             self._outcomes.child("refused").inc()
@@ -105,23 +102,25 @@ class FileUrls:
             raise NotFetched(f"Its URL has more than {LONGEST_URL:,} characters.")
         at = httpx.URL(url)
         schemes = ("https", "http") if self._config.url_plain_http else ("https",)
-        if at.scheme not in schemes or not at.host:
+        host = at.raw_host.decode("ascii")
+        if at.scheme not in schemes or not host:
             raise NotFetched(f"Its URL must begin with {' or '.join(f'{scheme}://' for scheme in schemes)}.")
         if at.userinfo:
             raise NotFetched("Its URL must not have a user name or a password.")
         port = at.port or _PORTS[at.scheme]
-        if not any(_allows(pattern, at, port) for pattern in self._config.url_hosts):
-            where = at.host if port == _PORTS[at.scheme] else f"{at.host}:{port}"
+        if not any(_allows(pattern, at.scheme, host, port) for pattern in self._config.url_hosts):
+            where = host if port == _PORTS[at.scheme] else f"{host}:{port}"
             raise NotFetched(f"Files are not fetched from {where} (`input_files.url_hosts`).")
         return at
 
 
-def _allows(pattern: str, url: httpx.URL, port: int) -> bool:
-    """Whether an entry of `url_hosts` allows a URL. Without a port it allows the usual one only."""
+def _allows(pattern: str, scheme: str, named: str, port: int) -> bool:
+    """Whether an entry of `url_hosts` allows a URL of the host `named` (other alphabets: as `xn--...`). Without a port
+    it allows the usual one only."""
     host, _, wanted = pattern.lower().partition(":")
-    if port != (int(wanted) if wanted else _PORTS[url.scheme]):
+    if port != (int(wanted) if wanted else _PORTS[scheme]):
         return False
-    named = url.host.lower().rstrip(".")
+    named = named.lower().rstrip(".")
     return host == "*" or named == host or (host.startswith("*.") and named.endswith(host[1:]))
 
 

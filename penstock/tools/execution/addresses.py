@@ -91,8 +91,9 @@ class Addresses:
         """Directs an HTTP request to a checked address and keeps the host name."""
         url = request.url
         port = url.port or (443 if url.scheme == "https" else 80)
-        address = await self.resolve(url.host, port)
-        request.extensions = {**request.extensions, "sni_hostname": url.host}
+        host = url.raw_host.decode("ascii")  # `url.host` may be decoded, and is encoded by older rules when resolved
+        address = await self.resolve(host, port)
+        request.extensions = {**request.extensions, "sni_hostname": host}
         request.url = url.copy_with(host=address)
 
 

@@ -153,13 +153,15 @@ async def test_private_addresses_are_not_reached_whatever_the_host_is_called(
 
 
 async def test_which_hosts_are_allowed(web: Web) -> None:
-    hosts = ("docs.example.org", "*.example.com", "files.example.net:8443")
+    hosts = ("docs.example.org", "*.example.com", "files.example.net:8443", "xn--strae-oqa.example")
     async with urls(InputFilesConfig(url_hosts=hosts)) as files:
         for url in (
             "https://docs.example.org/a",
             "https://DOCS.example.org./a",
             "https://a.b.example.com/",
             "https://files.example.net:8443/a",
+            "https://stra\u00dfe.example/",
+            "https://xn--strae-oqa.example/",
         ):
             files._checked(url)
         for url in (
@@ -169,6 +171,7 @@ async def test_which_hosts_are_allowed(web: Web) -> None:
             "https://docs.example.org:444/",
             "https://files.example.net/",
             "https://docs.example.org.evil.net/",
+            "https://strasse.example/",
         ):
             with pytest.raises(NotFetched, match="not fetched from"):
                 files._checked(url)

@@ -169,3 +169,18 @@ async def test_addresses_of_the_newer_kind(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(request.url) == "http://[::1]:81/x" and request.extensions["sni_hostname"] == "::1"
     with pytest.raises(ToolError, match="private"):
         await Addresses(LOOPBACK).pin(httpx.Request("GET", "http://[::1]/"))
+
+
+async def test_names_in_other_alphabets_are_resolved_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older rules make strasse.example of this name, which may be somebody else's."""
+    asked: list[str] = []
+
+    async def resolve(self: Addresses, host: str, port: int) -> str:
+        asked.append(host)
+        return "127.0.0.1"
+
+    monkeypatch.setattr(Addresses, "resolve", resolve)
+    request = httpx.Request("GET", "https://stra\u00dfe.example/")
+    await Addresses().pin(request)
+    name = "xn--strae-oqa.example"
+    assert asked == [name] and request.headers["host"] == request.extensions["sni_hostname"] == name
