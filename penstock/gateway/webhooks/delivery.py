@@ -175,7 +175,6 @@ class WebhookDeliveries:
                 why = type(error).__name__
             about = {"endpoint": delivery.endpoint, "event": delivery.event, "tenant": delivery.tenant, "why": why}
             pause = pause_s(delivery.attempts + 1)
-            await self._store.tried(endpoint.id, why)
             if not why:
                 await self._store.made(delivery)
                 self._outcomes.child("delivered").inc()
@@ -187,6 +186,7 @@ class WebhookDeliveries:
                 log.info("a webhook could not be delivered; it is tried again", extra={**about, "after_s": pause})
                 await self._store.again(delivery, pause)
                 self._outcomes.child("failed").inc()
+            await self._store.tried(endpoint.id, why)  # last: what has arrived is not sent again for want of this note
         except DatabaseError as error:  # its lease expires, and it is delivered once more
             log.warning("the outcome of a webhook could not be stored: %s", error, extra={"event": delivery.event})
         except Exception:

@@ -14,7 +14,7 @@ from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.webhooks.delivery import WebhookClient
 from penstock.gateway.webhooks.endpoints import send_example, store_reached, unknown_endpoint
 from penstock.gateway.webhooks.store import EventType, Outstanding, WebhookEndpoint, WebhookStore
-from penstock.protocol.errors import NotFound
+from penstock.protocol.errors import InvalidRequest, NotFound
 
 MOST_DELIVERIES = 100
 """That one endpoint is shown with."""
@@ -106,6 +106,10 @@ class OperatorWebhookEndpoints:
     async def resend_webhook(self, exchange: Exchange) -> None:
         asked = decode(_resend, await exchange.body(self._limit) or b"{}")
         known = await self._named(exchange)
+        if known.disabled_at:
+            raise InvalidRequest(
+                "This endpoint is disabled, so nothing is sent to it; enable it first.", code="webhook_disabled"
+            )
         event = None if asked.event is None else asked.event.replace("\0", "")
         count = await store_reached(self._store.send_again(known.id, event))
         if event is not None and not count:

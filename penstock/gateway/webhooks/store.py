@@ -61,6 +61,11 @@ _VERSIONS = (
         "ALTER TABLE webhook_deliveries ADD COLUMN given_up_at DOUBLE PRECISION NOT NULL DEFAULT 0",
         "CREATE INDEX IF NOT EXISTS webhook_endpoints_by_age ON webhook_endpoints (created_at, id)",
     ),
+    (
+        # Those that were given up stay due; looking for what is, once a second, must not read all of them.
+        "CREATE INDEX IF NOT EXISTS webhook_deliveries_waiting ON webhook_deliveries (due_at) WHERE given_up_at = 0",
+        "DROP INDEX IF EXISTS webhook_deliveries_due",
+    ),
 )
 KEPT = 100
 """Deliveries to an endpoint that were given up and are kept."""
@@ -325,16 +330,11 @@ class WebhookStore:
     async def tried(self, endpoint: str, problem: str) -> None:
         """Note the outcome of an attempt, for operators; `problem`: empty if it arrived."""
         now = self.clock()
-        change = "failures = failures + 1" if problem else "failures = 0, delivered_at = tried_at"
-        await self._database.transact(
-            [
-                (
-                    "UPDATE webhook_endpoints SET tried_at = ?, problem = ? WHERE id = ?",
-                    (now, problem.replace("\0", "")[:256], endpoint),
-                ),
-                (f"UPDATE webhook_endpoints SET {change} WHERE id = ?", (endpoint,)),
-            ]
-        )
+        change = "failures = failures + 1" if problem else "failures = 0, delivered_at = ?"
+        await self._database.execute(
+            f"UPDATE webhook_endpoints SET tried_at = ?, problem = ?, {change} WHERE id = ?",
+            now, problem.replace("\0", "")[:256], *(() if problem else (now,)), endpoint,
+        )  # fmt: skip
 
     async def claim(
         self, lease_s: float, *, not_of: Collection[str] = (), not_to: Collection[str] = ()

@@ -11,11 +11,14 @@ import pytest
 from penstock.config.webhooks import WebhooksConfig
 from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.webhooks import store as store_module
+from penstock.gateway.webhooks.delivery import WebhookClient, WebhookDeliveries
 from penstock.gateway.webhooks.store import WebhookStore
 from penstock.identity import IdentityStore
-from penstock.storage import open_database
+from penstock.storage import DatabaseError, open_database
+from penstock.telemetry.exposition import MetricRegistry
 from tests.gateway.conftest import Running, Serving, until
 from tests.gateway.webhooks.test_webhooks import (
+    LOCAL,
     Receiver,
     ended_batch,
     hook,
@@ -101,6 +104,8 @@ async def test_an_operator_finds_out_what_is_wrong_and_mends_it(
         assert tried.status_code == 400 and "disabled by an operator" in tried.json()["error"]["message"]
         await batch_ended(running)
         assert (await asked("GET", f"/{id}"))["waiting"] == 1
+        refusal = await asked("POST", f"/{id}/resend", {}, status=400)
+        assert refusal["error"]["code"] == "webhook_disabled" and "enable it first" in refusal["error"]["message"]
         receiver.statuses.clear()
         assert (await asked("POST", f"/{id}/test", {"event_type": "response.completed"}))["success"] is True
 
@@ -154,6 +159,41 @@ async def test_what_was_given_up_is_kept_and_sent_again(store_url: str, monkeypa
     claimed = await store.claim(60.0)
     assert claimed is not None and claimed[0].endpoint == "whe_2"
     assert await store.dropped() == [], "what a disabled endpoint misses is not dropped for want of room"
+    await database.close()
+
+
+async def test_what_was_given_up_is_not_read_to_find_what_is_due(tmp_path: Path) -> None:
+    database, store, _ = await outbox(f"sqlite:///{tmp_path / 'x.db'}", [1000.0])
+    asked: list[tuple[str, tuple[Any, ...]]] = []
+    fetch = database.fetch
+
+    async def noted(query: str, *values: Any) -> Any:
+        asked.append((query, values))
+        return await fetch(query, *values)
+
+    database.fetch = noted  # type: ignore[method-assign]
+    assert await store.claim(60.0) is None
+    ((query, values),) = asked
+    plan = str(await fetch(f"EXPLAIN QUERY PLAN {query}", *values))
+    assert "webhook_deliveries_waiting" in plan, plan
+    await database.close()
+
+
+async def test_what_has_arrived_is_not_sent_again_for_want_of_a_note(tmp_path: Path, receiver: Receiver) -> None:
+    database, store, batches = await outbox(f"sqlite:///{tmp_path / 'x.db'}", [1000.0])
+    await store.add(hook(receiver.url), 1)
+    await ended_batch(batches)
+    claimed = await store.claim(60.0)
+    assert claimed is not None
+
+    async def away(*_: Any) -> None:
+        raise DatabaseError("the store is away")
+
+    store.tried = away  # type: ignore[method-assign]
+    client = WebhookClient(LOCAL)
+    await WebhookDeliveries(store, client, LOCAL, MetricRegistry())._deliver(*claimed)
+    assert len(receiver.got) == 1 and await store.deliveries("whe_1", 10) == []
+    await client.close()
     await database.close()
 
 

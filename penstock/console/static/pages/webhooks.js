@@ -40,7 +40,7 @@ export default {
         <template #actions="{ row }"><div class="row no-wrap justify-end">
           <q-btn flat dense no-caps size="sm" label="Test" :aria-label="'Test ' + row.name" @click="test(row)" />
           <q-btn v-if="row.waiting || row.given_up" flat dense no-caps size="sm" label="Events" :aria-label="'Events of ' + row.name" @click="open(row)" />
-          <q-btn v-if="row.waiting || row.given_up" flat dense no-caps size="sm" label="Resend" :aria-label="'Resend to ' + row.name" @click="resend(row)" />
+          <q-btn v-if="!row.disabled && (row.waiting || row.given_up)" flat dense no-caps size="sm" label="Resend" :aria-label="'Resend to ' + row.name" @click="resend(row)" />
           <q-btn flat dense no-caps size="sm" :label="row.disabled ? 'Enable' : 'Disable'" :aria-label="(row.disabled ? 'Enable ' : 'Disable ') + row.name" @click="change(row)" />
           <q-btn flat dense no-caps size="sm" color="negative" label="Delete" :aria-label="'Delete ' + row.name" @click="remove(row)" /></div></template>
         <template #empty>No tenant has registered a webhook endpoint: <code>client.webhooks.create(…)</code> does.</template>
@@ -51,7 +51,7 @@ export default {
           <template #event="{ row }"><copy-id :value="row.event" what="event id" /><div class="muted" style="font-size: 0.78rem">{{ row.data.id }}</div></template>
           <template #status="{ row }"><q-badge outline :color="row.status === 'given_up' ? 'negative' : 'warning'" :label="row.status.replace('_', ' ')" /></template>
           <template #created_at="{ row }"><when :at="row.created_at" /></template>
-          <template #again="{ row }"><q-btn flat dense no-caps size="sm" label="Resend" @click="resend(shown, row.event)" /></template>
+          <template #again="{ row }"><q-btn v-if="!shown.disabled" flat dense no-caps size="sm" label="Resend" @click="resend(shown, row.event)" /></template>
           <template #empty>It was told of everything.</template></data-table></q-card-section>
         <q-card-actions align="right"><q-btn v-close-popup flat no-caps label="Close" /></q-card-actions></q-card></q-dialog>
     </q-page>`,
