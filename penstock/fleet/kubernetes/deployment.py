@@ -19,9 +19,9 @@ from penstock.fleet.surroundings import is_local, servers_on_this_machine, sourc
 from penstock.protocol.address import is_loopback
 
 MODELS = "/models"
+"""Where the claim with models is mounted."""
 HOME = "/var/lib/penstock"
 """The only folder besides /tmp that a pod writes to."""
-"""Where the claim with models is mounted."""
 
 
 class Deployment:

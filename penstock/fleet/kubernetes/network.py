@@ -72,7 +72,8 @@ def _gateways(deployment: Deployment) -> Json:
 
 
 def server_ports(deployment: Deployment) -> list[int]:
-    """Ports of all servers that gateways talk to, with those that models come from."""
+    """Ports of all servers that gateways talk to, with those that models come from. Of webhooks only the usual ones:
+    tenants choose their URLs."""
     config = deployment.config
     urls = [
         config.store.url,
@@ -95,6 +96,10 @@ def server_ports(deployment: Deployment) -> list[int]:
         if "://" in url:
             parts = urlsplit(url)
             found.add(parts.port or _DEFAULT_PORTS.get(parts.scheme, HTTPS))
+    files = config.input_files
+    found |= {int(port) for _, _, port in (host.partition(":") for host in files.url_hosts) if port}
+    if (files.url_hosts and files.url_plain_http) or (config.webhooks.enabled and config.webhooks.plain_http):
+        found.add(_DEFAULT_PORTS["http"])
     return sorted(found)
 
 

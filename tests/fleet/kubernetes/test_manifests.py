@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.fleet.kubernetes import ClusterOptions, Deployment, chart, manifests
 from penstock.fleet.kubernetes.instructions import instructions, secret_keys
 from penstock.fleet.kubernetes.manifests import objects
+from penstock.fleet.kubernetes.network import server_ports
 from tests.cli.command import penstock
 from tests.fleet.kubernetes.cases import EXAMPLES, RICH, deployment, found
 
@@ -232,6 +233,21 @@ def test_only_gateways_reach_engines(rich: Deployment) -> None:
     assert [port["port"] for port in own["ports"]] == [5555, 7001]
     egress = found(rich, "NetworkPolicy", "penstock-gateway")["spec"]["egress"]
     assert {port["port"] for rule in egress for port in rule["ports"]} >= {6432, 6380, 6379, 4318, 443, 5555, 53}
+
+
+@pytest.mark.parametrize(
+    ("text", "opened"),
+    [
+        ("input_files: {url_hosts: ['*', 'files.example.net:8443']}", {8443}),
+        ("input_files: {url_hosts: ['*'], url_plain_http: true}", {80}),
+        ("webhooks: {enabled: true, plain_http: true}", {80}),
+        ("webhooks: {enabled: true}", set()),
+    ],
+)
+def test_gateways_reach_the_servers_of_files_and_webhooks(text: str, opened: set[int], tmp_path: Path) -> None:
+    plain = "store: {url: 'postgresql://db/x'}\nmodels: [{name: m, source: 'hf:org/m'}]\n"
+    before, after = (set(server_ports(deployment(given, tmp_path, PLAIN))) for given in (plain, plain + text))
+    assert after - before == opened
 
 
 @pytest.mark.parametrize(
