@@ -22,7 +22,8 @@ class Where:
         self.values += values
 
     def one_of(self, column: str, values: Sequence[Any]) -> None:
-        self.add(f"{column} IN ({', '.join('?' * len(values))})", *values)
+        """No row has one of no values."""
+        self.add(f"{column} IN ({', '.join('?' * len(values))})" if values else "1 = 0", *values)
 
     def beyond(self, created_at: float, id: str, order: Literal["ASC", "DESC"]) -> None:
         """Only what follows this row where rows are sorted by `created_at`, then `id`, in `order` (ASC or DESC)."""

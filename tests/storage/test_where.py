@@ -31,6 +31,8 @@ def test_one_of_several_values() -> None:
     where = Where(("owner = ?", "x"))
     where.one_of("id", ("c", "d", "e"))
     assert ids(where) == "de"
+    where.one_of("id", ())
+    assert ids(where) == "" and "IN ()" not in str(where), "which PostgreSQL does not understand"
 
 
 @pytest.mark.parametrize(("order", "rest"), [("ASC", "de"), ("DESC", "ba")])
