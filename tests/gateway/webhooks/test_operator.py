@@ -171,7 +171,7 @@ async def test_what_was_given_up_is_not_read_to_find_what_is_due(tmp_path: Path)
         asked.append((query, values))
         return await fetch(query, *values)
 
-    database.fetch = noted  # type: ignore[method-assign]
+    database.fetch = noted  # type: ignore[method-assign, assignment]
     assert await store.claim(60.0) is None
     ((query, values),) = asked
     plan = str(await fetch(f"EXPLAIN QUERY PLAN {query}", *values))
@@ -189,7 +189,7 @@ async def test_what_has_arrived_is_not_sent_again_for_want_of_a_note(tmp_path: P
     async def away(*_: Any) -> None:
         raise DatabaseError("the store is away")
 
-    store.tried = away  # type: ignore[method-assign]
+    store.tried = away  # type: ignore[method-assign, assignment]
     client = WebhookClient(LOCAL)
     await WebhookDeliveries(store, client, LOCAL, MetricRegistry())._deliver(*claimed)
     assert len(receiver.got) == 1 and await store.deliveries("whe_1", 10) == []
