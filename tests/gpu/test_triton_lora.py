@@ -34,6 +34,7 @@ from penstock.engine.adapters.apply import TABLES  # noqa: E402
 from penstock.engine.adapters.experts import AdaptedExperts  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
+from penstock.engine.adapters.visits import VisitBank, VisitChange, VisitChanges  # noqa: E402
 from penstock.engine.backends.cuda.experts import group  # noqa: E402
 from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
 from penstock.engine.backends.cuda.kernels.addends import Addends  # noqa: E402
@@ -362,6 +363,38 @@ def test_experts_all_at_once_with_adapters() -> None:
             check(f"early {early}, elsewhere {elsewhere}", got, want, 4 * TOLERANCE[torch.float32])
             plain = torch.from_numpy(tokens < 0).to(DEVICE)
             check("tokens without adapter", got[plain], without[plain], 4 * TOLERANCE[torch.float32])
+
+
+def test_vectors_and_blocks_of_experts() -> None:
+    """All at once as one by one, with scales, shifts and turned inputs of an adapter's own."""
+    up, down = EXPERTS.sites[1:3]
+    ours, reference = kernels(EXPERTS, [3, 8, 20], torch.float32, 20)
+    mlp = make_moe(5, 2, up.inputs, up.sizes[0], torch.float32)
+    grouped = group(mlp)
+    assert grouped is not None
+    blocks = {expert: rand(up.inputs // 4, 4, 4) for expert in (0, 3)}
+    changes = VisitChanges(
+        {
+            (1, 1): VisitChange(1 + 0.3 * rand(5, up.outputs), None, (blocks, {})),
+            (1, 2): VisitChange(1 + 0.3 * rand(5, down.outputs), rand(5, down.outputs)),
+        }
+    )
+    tokens = np.array([0, 2, -1, 1, 0, -1], np.int32)
+    x, places = rand(len(tokens), up.inputs), (EXPERTS.place(1, 1), EXPERTS.place(1, 2))
+    before = AdaptedExperts(mlp, reference, *places)
+    reference.begin(tokens)
+    without = before.forward(x.clone())
+    for kernel in (ours, reference):
+        kernel.visits = VisitBank(3, DEVICE)
+        kernel.visits.put(0, changes)
+        kernel.begin(tokens)
+    got = AdaptedExperts(grouped, ours, *places).forward(x.clone())
+    want = before.forward(x.clone())
+    if MODE != "compile":
+        check("with vectors and blocks", got, want, 8 * TOLERANCE[torch.float32])
+        others = torch.from_numpy(tokens != 0).to(DEVICE)
+        check("other tokens", want[others], without[others], TOLERANCE[torch.float32])
+        assert float((want[~others] - without[~others]).abs().max()) > 0.1
 
 
 def test_engine_with_adapters_of_experts() -> None:

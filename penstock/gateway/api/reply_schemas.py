@@ -43,8 +43,9 @@ _MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
 _MODEL = obj(
     id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
     context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
-    sampling=ANY_OBJECT, pricing=ANY_OBJECT,
+    pricing=ANY_OBJECT,
 )  # fmt: skip
+_MODEL["properties"]["sampling"] = ANY_OBJECT  # not of models that sample nothing, or elsewhere
 _ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
 _TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
 _KEY = obj(id=STRING, object=word("key"), tenant=STRING, scopes=many(STRING))
@@ -242,7 +243,10 @@ _SCHEMAS: dict[str, Schema] = {
     "get_file": _FILE,
     "list_files": listing(_FILE, **_PAGE),
     "delete_file": obj(id=STRING, object=STRING, deleted=BOOLEAN),
-    "file_content": {"application/jsonl": {"schema": STRING}},
+    "file_content": {
+        "application/jsonl": {"schema": STRING},
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+    },
     "create_upload": _UPLOAD,
     "add_upload_part": obj(id=STRING, object=word("upload.part"), created_at=INTEGER, upload_id=STRING),
     "complete_upload": _UPLOAD,

@@ -64,6 +64,19 @@ async def test_the_openai_sdk_gets_vectors_in_every_form(serving: Serving, encod
         assert [phase["name"] for phase in latest["phases"]] == ["authenticate", "receive", "prepare", "encode"]
 
 
+async def test_encoders_are_listed_as_the_api_document_says(
+    serving: Serving, encoders: Callable[..., Encoders]
+) -> None:
+    async with serving(encoders=encoders()) as running:
+        listed = (await running.client.get("/v1/models")).json()["data"]
+        paths = (await running.client.get("/openapi.json")).json()["paths"]
+        answer = paths["/v1/models/{model}"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert {"tiny", "minilm"} <= {model["id"] for model in listed}
+        assert all(set(answer["required"]) <= model.keys() for model in listed), listed
+        kinds = paths["/v1/files/{file}/content"]["get"]["responses"]["200"]["content"]
+        assert kinds.keys() == {"application/jsonl", "application/octet-stream"}, "batches, and documents"
+
+
 async def test_what_cannot_be_embedded_is_refused(serving: Serving, encoders: Callable[..., Encoders]) -> None:
     async with serving(encoders=encoders(max_texts=3)) as running:
 
