@@ -30,8 +30,10 @@ def _imports(tree: ast.AST, inside_functions: bool) -> Iterator[str]:
             assert node.module is not None and node.level == 0
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif not _optional(node) and (
-            inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif (
+            not _optional(node)
+            and (inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            and not isinstance(node, ast.expr)
         ):
             yield from _imports(node, inside_functions)
 
