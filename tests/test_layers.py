@@ -25,6 +25,7 @@ def test_the_command_line_starts_without_the_libraries_that_fetch_models() -> No
     assert not loaded & {"huggingface_hub", "obstore"}
 
 
+@pytest.mark.slow
 def test_the_engine_imports_neither_web_nor_text_libraries_and_nothing_needs_transformers() -> None:
     engine, everything = imported_by("penstock.engine.core", "penstock.bench.compare")
     assert "torch" in engine

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -185,6 +186,54 @@ async def test_an_engine_that_thaws_is_greeted_once(
         assert [delta async for delta in backend.generate(request("b", 3))][-1].finish_reason == "length"
     assert sent.count(Goodbye) == 2
     await backend.close()
+
+
+@pytest.mark.parametrize("lost", ["hello", "ready"])
+async def test_a_greeting_that_is_lost_with_its_connection_is_repeated(
+    start: Start, tmp_path: Path, lost: Literal["hello", "ready"]
+) -> None:
+    start()
+    connections: list[Relay] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(Relay(lost.encode() if not connections else None))
+        await connections[-1].run((reader, writer), await asyncio.open_unix_connection(tmp_path / "e"))
+
+    async with await asyncio.start_unix_server(relay, tmp_path / "relay"):
+        backend = NativeBackend(f"ipc://{tmp_path}/relay")
+        await backend.start()
+        await backend.wait_ready(60)
+        assert connections[0].broken and len(connections) > 1
+        assert [delta async for delta in backend.generate(request("a", 3))][-1].finish_reason == "length"
+        await backend.close()
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Relay:
+    """Passes on what two sides say, until one of them says `fatal`: that is lost, and the connection breaks."""
+
+    def __init__(self, fatal: bytes | None) -> None:
+        self._fatal = fatal
+        self.broken = False
+
+    async def run(self, one: Stream, other: Stream) -> None:
+        both = [asyncio.create_task(self._pass_on(*pair)) for pair in ((one[0], other[1]), (other[0], one[1]))]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for side in (one, other):
+            side[1].close()
+        await asyncio.gather(*both, return_exceptions=True)
+
+    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        said = b""
+        while data := await source.read(65536):
+            said += data
+            if self._fatal is not None and self._fatal in said:
+                self.broken = True
+                return
+            target.write(data)
+            await target.drain()
 
 
 async def test_two_gateways_share_one_engine(start: Start, tmp_path: Path, text: TextModel) -> None:

@@ -197,6 +197,7 @@ async def test_a_failed_turn_ends_its_conversation_and_the_session_is_named() ->
     assert prompts[1][: len(prompts[0]) + 8] == [*prompts[0], *range(8)]
 
 
+@pytest.mark.slow
 async def test_a_run_that_is_ended_early_answers_what_was_sent_and_reports_it(
     engine: Engine,  # noqa: F811
     text: TextModel,  # noqa: F811

@@ -90,6 +90,7 @@ def test_rows_that_are_none_are_refused(tmp_path: Path) -> None:
         read_rows(wrong)
 
 
+@pytest.mark.slow
 def test_runs_are_run_and_one_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
     rows, found = tmp_path / "rows.yaml", tmp_path / "found.json"
     rows.write_text(ROWS)

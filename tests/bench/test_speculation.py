@@ -32,6 +32,7 @@ def test_only_one_side_guesses_and_both_write_the_same(checkpoint: Path) -> None
     assert engine.speculation is not None
 
 
+@pytest.mark.slow
 def test_known_texts_are_guessed_at_the_given_acceptance(checkpoint: Path) -> None:
     engine = eager_engine(checkpoint)
     _, guessed = speculation.measure(

@@ -48,6 +48,7 @@ def test_standard_streams_that_are_closed_are_no_place_for_anything_else() -> No
     assert [int(number) > 2 for number in opened.split()] == [True, True]
 
 
+@pytest.mark.slow
 def test_help_never_imports_the_heavy_parts() -> None:
     script = (
         "import sys; from penstock.cli.app import app\n"

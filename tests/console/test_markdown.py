@@ -147,6 +147,7 @@ def long_answer(size: int) -> str:
     return (part + "\n\n") * (size // len(part) + 1)
 
 
+@pytest.mark.slow
 async def test_a_growing_text_is_what_it_would_be_at_once_and_only_its_end_is_made_anew(page: Page) -> None:
     await blank(page)
     result = await grown(page, long_answer(20_000))

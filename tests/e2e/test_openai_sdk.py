@@ -108,6 +108,7 @@ def test_two_choices_differ_and_share_the_prompt(client: openai.OpenAI) -> None:
     assert reply.usage.prompt_tokens < 60
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_alone_and_in_company(client: openai.OpenAI) -> None:
     def story(seed: int, n: int = 1) -> list[str | None]:
         reply = client.chat.completions.create(

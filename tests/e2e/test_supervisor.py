@@ -136,6 +136,7 @@ def test_a_killed_engine_comes_back_by_itself_and_the_gateway_stays(server: Serv
     assert after["engine"] != before["engine"]
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_comes_back_by_itself_and_the_engine_stays(server: Server) -> None:
     before = server.children()
     os.kill(before["gateway"], signal.SIGKILL)

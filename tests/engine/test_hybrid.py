@@ -22,6 +22,7 @@ PROMPTS = {f"r{n}": [random.Random(n).randrange(199) for _ in range(n)] for n in
 COUNT = 24
 
 
+MORE: list[dict[str, Any]] = [{"kept_states": 2, "max_running": 2}, {"prefix_cache": False}]
 OTHERS = ("granite4-hybrid", "granite4-hybrid-dense", "falcon-h1", "nemotron-h", "nemotron-h-experts", "mamba2")
 
 
@@ -82,7 +83,7 @@ def test_preempted_sequences_start_from_their_last_state(folder: Path, expected:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kept_states": 2, "max_running": 2}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in MORE)], ids=str)
 def test_rejected_draft_tokens_leave_no_trace(
     folder: Path, expected: dict[str, list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

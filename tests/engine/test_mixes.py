@@ -181,14 +181,15 @@ EVERYTHING: dict[str, Any] = {
 
 
 def test_everything_at_once_says_what_a_plain_engine_says(files: Files, tmp_path: Path) -> None:
-    counts = compare(draw_mix(5, host=False, between="sleep", **EVERYTHING), files, tmp_path, count=4)
+    counts = compare(draw_mix(5, host=False, between="sleep", **EVERYTHING), files, tmp_path, count=3)
     # Nothing here depends on how fast the machine is.
     assert all(counts[name] for name in ("accepted_tokens", "prefix_hit_tokens", "preemptions")), counts
 
 
+@pytest.mark.slow
 def test_so_does_everything_with_host_memory_and_a_disk_across_a_restart(files: Files, tmp_path: Path) -> None:
     tiers = {"host": True, "disk": True, "kept": True, "between": "restart"}
-    compare(draw_mix(5, **tiers, **EVERYTHING), files, tmp_path, count=3)
+    compare(draw_mix(5, **tiers, **EVERYTHING), files, tmp_path, count=2)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def emit(scheduler: Scheduler, batch: Batch, rng: random.Random) -> list[str]:
     return finished
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), depth=st.integers(0, 3), in_turns=st.booleans())
 def test_random_traffic_leaves_nothing_behind(seed: int, depth: int, in_turns: bool) -> None:
     rng = random.Random(seed)

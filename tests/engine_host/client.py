@@ -100,8 +100,9 @@ class Running:
 
 @contextmanager
 def serving(engine: EngineLike, endpoint: str = "tcp://127.0.0.1:*", **options: Any) -> Iterator[Running]:
-    listener = Listener(endpoint, curve=options.pop("curve", None), send_limit=options.pop("send_limit", 1024))
-    with listener:
+    curve, send_limit = options.pop("curve", None), options.pop("send_limit", 1024)
+    # A client that stands still answers no heartbeats. Its connection stays, however long the test takes.
+    with Listener(endpoint, curve=curve, send_limit=send_limit, silence_s=3600) as listener:
         running = Running(EngineServer(engine, listener, heartbeat_s=0.05, **options), listener.endpoint)
         try:
             yield running

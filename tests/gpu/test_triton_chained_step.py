@@ -61,6 +61,12 @@ class Step:
         return decoder.run(self.residual.clone(), self.batch, self.kv)
 
 
+def alone(config: dict[str, Any]) -> Step:
+    """One that has chains, whatever had them before: earlier ones are idle, and some may not be collected yet."""
+    exclusive._owners.clear()
+    return Step(config)
+
+
 @contextmanager
 def _early(on: bool) -> Iterator[None]:
     common.overlap_launches(on and MODE == "device")
@@ -86,14 +92,14 @@ def offered() -> bool:
 def test_hidden_states_equal_those_of_separate_launches() -> None:
     if not offered():
         return
-    exclusive._owners.clear()  # engines of earlier tests
     for name, config in (("small", SMALL), ("llama-8b", with_layers(named("llama-8b"), 2))):
-        step = Step(config)
+        step = alone(config)
         assert step.chained.chained and not step.usual.chained
         assert len(list(_neighbours(step.chained))) == len(step.chained.layers) - 1
         assert not list(_neighbours(step.usual))
         first = step.chained.layers[:1]
         assert list(_neighbours(dataclasses.replace(step.chained, layers=first))) == [first * 2]
+        del first
         for early in (False, True):
             _build([step.chained, step.usual], step, early)
             with _early(early):
@@ -107,8 +113,7 @@ def test_one_engine_of_a_process_has_chains() -> None:
     """Those of two might wait for each other; when the first is gone, the next one has them."""
     if not offered():
         return
-    exclusive._owners.clear()  # engines of earlier tests
-    first = Step(SMALL)
+    first = alone(SMALL)
     assert first.chained.chained and not Step(SMALL).chained.chained
     assert dataclasses.replace(first.chained).chained
     del first
@@ -139,9 +144,8 @@ def bench_layers() -> Iterator[Row]:
             for part in (made, made[:3])  # the last layer has no next one
         }
         build({label: plan for label, plan in plans.items() if plan is not None})
-    exclusive._owners.clear()  # engines of tests
     for name, sizes in SIZES.items() if offered() else ():
-        step = Step(with_layers(named(name), 6))
+        step = alone(with_layers(named(name), 6))
         decoders = {"launches": step.usual}
         for kind, changes in VARIANTS.items():
             with _shape(**changes):

@@ -187,9 +187,7 @@ def test_engine_with_virtual_tokens() -> None:
     from penstock.engine.adapters.spec import AdapterSpec
     from tests.engine.adapters.files import write_adapter
     from tests.engine.adapters.test_equals_merging import ask
-    from tests.engine.adapters.test_prefixes import COUNTS as KEYS
-    from tests.engine.adapters.test_prefixes import WithCache, write_prefix
-    from tests.engine.adapters.test_virtual_tokens import COUNTS, Prefixed, write_prompt
+    from tests.engine.adapters.virtual_files import KEYS, TOKENS, Prefixed, WithCache, write_prefix, write_prompt
     from tests.engine.harness import assert_idle, generate, make_engine
     from tests.engine.tiny import Reference, write_checkpoint
 
@@ -197,7 +195,7 @@ def test_engine_with_virtual_tokens() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         base = write_checkpoint("llama-mqa-tied", root / "base")
-        paths = {name: write_prompt(root / name, base, name, seed=seed) for seed, name in enumerate(COUNTS)}
+        paths = {name: write_prompt(root / name, base, name, seed=seed) for seed, name in enumerate(TOKENS)}
         references: dict[str, Reference] = {name: Prefixed(base, path) for name, path in paths.items()}
         keys = {name: write_prefix(root / name, base, name, seed=seed) for seed, name in enumerate(KEYS)}
         references |= {name: WithCache(base, path) for name, path in keys.items()}

@@ -85,7 +85,7 @@ def test_wrong_arguments_are_refused() -> None:
         return
     made = nvrtc.kernel(DEVICE, SOURCE, "ring_product")
     assert made.resources.local_bytes == 0 and made.resources.max_threads == THREADS
-    for args in ([None] * 6, [None] * 7, [None] * 6 + [3]):
+    for args in ([None] * 6, [None] * 6 + [3], [None] * 6 + [c_int32(3)]):
         try:
             made.launch(1, 32, args)
         except nvrtc.CudaDriverError:

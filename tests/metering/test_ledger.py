@@ -336,7 +336,7 @@ def test_money_is_exact() -> None:
     assert price.cost(Usage(1_000_000, 0, 0)) == 150_000_000
     assert price.cost(Usage(100, 40, 10)) == 60 * 150 + 40 * 75 + 10 * 600
     assert price.cost(Usage(100, 40, 10), percent=50) == (60 * 150 + 40 * 75 + 10 * 600) // 2
-    assert sum(price.cost(Usage(1, 0, 1)) for _ in range(1_000_000)) == 750_000_000
+    assert sum(price.cost(Usage(1, 0, 1)) for _ in range(100_000)) == 75_000_000
     assert (dollars(1_500_000_000), dollars(75), dollars(0), dollars(-20_000_000)) == (
         "1.50", "0.000000075", "0.00", "-0.02",
     )  # fmt: skip

@@ -227,6 +227,7 @@ async def test_a_model_that_gateways_cannot_serve_fails_alone_and_its_engine_sto
         assert it.names == ["0", "1"], "the link lives, and the next operation works"
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_fails_in_any_way_keeps_its_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(folder, monkeypatch) as it:
         monkeypatch.setattr(Known, "loaded", {"exploding": {}})

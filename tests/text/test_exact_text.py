@@ -19,7 +19,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_decoding_inverts_encoding(smollm2: TextModel, sentencepiece: TextModel, data: st.DataObject) -> None:
     model = data.draw(st.sampled_from([smollm2, sentencepiece]))
@@ -66,7 +66,7 @@ def test_bytes_that_are_no_text_become_replacement_characters(smollm2: TextModel
 def test_the_last_tokens_of_a_text(kind: str, request: pytest.FixtureRequest) -> None:
     model: TextModel = request.getfixturevalue(kind)
     text = "the world. Hello, the world! " * 40
-    for long in (text, text * 200):
+    for long in (text, text * 50):
         ids = model.encode(long)
         for last in (1, 2, 7, 100, 1500, 10**6):
             tail = model.encode(long, last=last)

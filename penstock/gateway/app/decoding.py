@@ -118,6 +118,17 @@ def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
+def plain(request: msgspec.Struct) -> dict[str, Any]:
+    """A decoded request as dicts, lists and values; what was kept as it was sent (`Raw`) too."""
+    return msgspec.to_builtins(request, enc_hook=_plain_raw)  # type: ignore[no-any-return]
+
+
+def _plain_raw(value: Any) -> Any:
+    if isinstance(value, Raw):
+        return msgspec.json.decode(value)
+    raise NotImplementedError(f"a request has no {type(value).__name__}")
+
+
 def given(value: Unsupported) -> bool:
     """Whether a raw field was sent with a value other than null and an empty list."""
     return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]")

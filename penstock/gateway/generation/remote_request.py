@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from penstock.backends.remote.features import Operation
+from penstock.gateway.app.decoding import plain
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.remote import RemoteSpec
@@ -39,7 +38,7 @@ COMPLETION_OPTIONS = tuple(name for name in CompletionRequest.__struct_fields__ 
 
 def passed_on(request: ChatRequest | CompletionRequest, names: Sequence[str]) -> dict[str, Any]:
     """Those options of a request that are given."""
-    fields = msgspec.to_builtins(request)
+    fields = plain(request)
     body = {name: fields[name] for name in names if fields.get(name) is not None}
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 

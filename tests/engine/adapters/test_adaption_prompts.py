@@ -115,6 +115,7 @@ def test_answers_are_those_of_the_paper(
     assert different >= 3
 
 
+@pytest.mark.slow
 def test_in_company_each_request_gets_what_it_gets_alone(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]]
 ) -> None:

@@ -124,7 +124,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "family",
     [
         "llama-gqa",
-        "llama-mqa-tied",
+        pytest.param("llama-mqa-tied", marks=pytest.mark.slow),
         pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("cohere", marks=pytest.mark.slow),
         pytest.param("granite", marks=pytest.mark.slow),

@@ -81,6 +81,7 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         assert generate(ranks, *requests) == alone
 
 
+@pytest.mark.slow
 def test_a_batch_of_several_adapters_and_base_equals_each_alone(tmp_path: Path) -> None:
     base = write_checkpoint("llama-gqa", tmp_path / "base")
     specs = tuple(

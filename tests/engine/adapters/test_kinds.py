@@ -135,6 +135,7 @@ def test_in_deterministic_company_too(base: Path, specs: tuple[AdapterSpec, ...]
     assert_same_in_deterministic_company(base, specs, mixed)
 
 
+@pytest.mark.slow
 @on_grids
 def test_ranks_give_the_same(
     base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from safetensors.torch import save_file
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends import select
@@ -23,50 +21,11 @@ from tests.engine.adapters.company import (
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_end_rows import failure
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
-from tests.engine.adapters.test_virtual_tokens import first_delta, write_prompt
+from tests.engine.adapters.test_virtual_tokens import first_delta
+from tests.engine.adapters.virtual_files import KEYS, WithCache, write_prefix, write_prompt
 from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
-
-COUNTS = {"prefix": 7, "cartridge": 19}
-"""Tokens of each adapter: less than a block of the tests, and more."""
-TYPES = {"prefix": "PREFIX_TUNING", "cartridge": "CARTRIDGE"}
-
-
-def write_prefix(folder: Path, base: Path, name: str, *, seed: int = 0, **config: Any) -> Path:
-    """A random adapter of keys and values for the checkpoint in `base`, as PEFT saves one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = json.loads((base / "config.json").read_text())
-    heads, layers = model["num_key_value_heads"], model["num_hidden_layers"]
-    size = heads * (model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
-    noise = torch.randn(COUNTS[name], layers * 2 * size, generator=torch.Generator().manual_seed(seed))
-    save_file({"prompt_embeddings": noise}, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": TYPES[name], "task_type": "CAUSAL_LM", "num_virtual_tokens": COUNTS[name], "token_dim": size,
-        "num_transformer_submodules": 1, "num_attention_heads": heads, "num_layers": layers, "inference_mode": True,
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, **config}))
-    return folder
-
-
-class WithCache(Reference):
-    """What the library computes behind keys and values that it is given."""
-
-    def __init__(self, base: Path, adapter: Path) -> None:
-        super().__init__(base)
-        config = json.loads((adapter / "adapter_config.json").read_text())
-        stored = load_file(adapter / "adapter_model.safetensors")["prompt_embeddings"]
-        heads, layers = config["num_attention_heads"], config["num_layers"]
-        self.stored = stored.view(len(stored), layers, 2, heads, -1).permute(1, 2, 3, 0, 4)
-
-    @torch.inference_mode()
-    def margins(self, prompt: list[int], output: list[int]) -> torch.Tensor:
-        cache = DynamicCache(config=self.model.config)
-        for layer, (keys, values) in enumerate(self.stored):
-            cache.update(keys[None], values[None], layer)
-        tokens = torch.tensor([prompt + output[:-1]])
-        logits = self.model(tokens, past_key_values=cache).logits[0, len(prompt) - 1 :]
-        return logits.amax(-1) - logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def specs(base: Path) -> tuple[AdapterSpec, ...]:
     """With a LoRA and a tuned prompt among them."""
-    folders = {name: write_prefix(base.parent / name, base, name, seed=seed) for seed, name in enumerate(COUNTS)}
+    folders = {name: write_prefix(base.parent / name, base, name, seed=seed) for seed, name in enumerate(KEYS)}
     folders["lora"] = write_adapter(base.parent / "lora", base, rank=4)
     folders["tuned"] = write_prompt(base.parent / "tuned", base, "tuned")
     return tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items())
@@ -123,7 +82,7 @@ def test_of_other_families_and_caches_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], tie: float
 ) -> None:
     base = write_checkpoint(family, tmp_path / "base")
-    folders = {name: write_prefix(tmp_path / name, base, name, seed=3) for name in COUNTS}
+    folders = {name: write_prefix(tmp_path / name, base, name, seed=3) for name in KEYS}
     if settings == {"reference": True}:
         settings = {}
         monkeypatch.setattr(select.cpu, "load", lambda threads: None)

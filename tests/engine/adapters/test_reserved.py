@@ -29,7 +29,7 @@ from penstock.errors import ConfigError
 from penstock.sources.adapters import needs_of_listed
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.kind_files import write_kind
-from tests.engine.adapters.test_prefixes import write_prefix
+from tests.engine.adapters.virtual_files import write_prefix
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
 

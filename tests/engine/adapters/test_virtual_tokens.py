@@ -26,52 +26,13 @@ from tests.engine.adapters.company import (
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_end_rows import failure
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
+from tests.engine.adapters.virtual_files import TOKENS, Prefixed, write_prompt
 from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 OWN = 199
-COUNTS = {"tuned": 5, "encoded": 21, "cpt": 3}
-"""Virtual tokens of each adapter: less than a block, more, and one of another kind."""
-TYPES = {"tuned": "PROMPT_TUNING", "encoded": "P_TUNING", "cpt": "CPT"}
-
-
-def write_prompt(folder: Path, base: Path, name: str, *, seed: int = 0, spread: float = 1.0, **config: Any) -> Path:
-    """A random adapter of virtual tokens for the checkpoint in `base`, as PEFT saves one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    embedding = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
-    count, hidden = COUNTS[name], embedding.shape[1]
-    noise = torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed))
-    save_file({"prompt_embeddings": noise * embedding.std() * spread}, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": TYPES[name], "task_type": "CAUSAL_LM", "num_virtual_tokens": count, "token_dim": hidden,
-        "num_transformer_submodules": 1, "num_attention_heads": 4, "num_layers": 2, "inference_mode": True,
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, **config}))
-    return folder
-
-
-class Prefixed(Reference):
-    """What the library computes behind rows that it is given."""
-
-    def __init__(self, base: Path, adapter: Path) -> None:
-        super().__init__(base)
-        self.rows = load_file(adapter / "adapter_model.safetensors")["prompt_embeddings"]
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
-        embedded = self.model.get_input_embeddings()(torch.tensor([tokens]))
-        logits: torch.Tensor = self.model(inputs_embeds=torch.cat((self.rows[None], embedded), dim=1)).logits
-        return logits[0, len(self.rows) :]
-
-    @torch.inference_mode()
-    def margins(self, prompt: list[int], output: list[int]) -> torch.Tensor:
-        logits = self._logits(prompt + output[:-1])[len(prompt) - 1 :]
-        return logits.amax(-1) - logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
-
-    @torch.inference_mode()
-    def logprobs(self, tokens: list[int]) -> torch.Tensor:
-        return self._logits(tokens).float().log_softmax(-1)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def specs(base: Path) -> tuple[AdapterSpec, ...]:
     """With a LoRA among them."""
-    folders = {name: write_prompt(base.parent / name, base, name, seed=seed) for seed, name in enumerate(COUNTS)}
+    folders = {name: write_prompt(base.parent / name, base, name, seed=seed) for seed, name in enumerate(TOKENS)}
     folders["lora"] = write_adapter(base.parent / "lora", base, rank=4)
     return tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items())
 
@@ -109,7 +70,7 @@ def test_answers_are_those_behind_the_rows(tmp_path: Path, family: str) -> None:
     plain, different = Reference(base), 0
     folders = {name: write_prompt(tmp_path / name, base, name, seed=3, spread=2.0) for name in ("tuned", "encoded")}
     engine = make_engine(base, adapters=tuple(AdapterSpec(name, str(folder)) for name, folder in folders.items()))
-    assert engine.info.vocab_size == plain.model.config.vocab_size + COUNTS["encoded"]
+    assert engine.info.vocab_size == plain.model.config.vocab_size + TOKENS["encoded"]
     for name, folder in folders.items():
         reference = Prefixed(base, folder)
         for i, prompt in enumerate(prompts(2)):

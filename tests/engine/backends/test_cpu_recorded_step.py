@@ -74,6 +74,7 @@ def test_times_are_kept_by_function(tmp_path: Path) -> None:
     assert all(seconds == 0 for _, seconds in recorded.seconds().values())
 
 
+@pytest.mark.slow
 def test_recording_does_not_load_torchs_compiler(tmp_path: Path) -> None:
     """It would: more than a second and 70 MiB at every start, for nothing."""
     folder = write_checkpoint("llama-gqa", tmp_path)

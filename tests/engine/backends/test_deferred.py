@@ -159,7 +159,9 @@ def requests_of(count: int, tokens: int) -> list[Request]:
     return [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + i)], tokens) for i in range(count)]
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside a step", "before a step"])
+@pytest.mark.parametrize(
+    "beside", [pytest.param(True, marks=pytest.mark.slow), False], ids=["beside a step", "before a step"]
+)
 def test_a_capture_that_fails_costs_no_step_and_is_tried_again_without_work(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:

@@ -123,7 +123,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=70, stateful_step_count=50, deadline=None)
+TestTier.settings = settings(max_examples=35, stateful_step_count=50, deadline=None)
 
 
 class SlowTierMachine(TierMachine):
@@ -133,7 +133,7 @@ class SlowTierMachine(TierMachine):
 
 
 TestSlowTier = SlowTierMachine.TestCase
-TestSlowTier.settings = settings(max_examples=70, stateful_step_count=50, deadline=None)
+TestSlowTier.settings = settings(max_examples=35, stateful_step_count=50, deadline=None)
 
 
 def filled(pool: BlockPool, count: int) -> list[int]:

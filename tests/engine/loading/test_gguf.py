@@ -77,6 +77,7 @@ def test_block_sizes_equal_the_reference() -> None:
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.value)] == sizes
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_read_quickly(tmp_path: Path) -> None:
     tokens = [f"token-{index}" for index in range(150_000)]
     merges = [f"a{index} b{index}" for index in range(150_000)]
@@ -119,7 +120,7 @@ def test_a_file_cut_anywhere_is_refused_with_advice(small: Path, tmp_path: Path)
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.data())
 def test_damaged_bytes_never_crash_the_reader(small: Path, tmp_path: Path, data: st.DataObject) -> None:

@@ -224,6 +224,7 @@ def test_files_from_before_groups_choose_among_all_experts(tmp_path: Path, monke
     assert (config["n_group"], config["topk_group"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_layer_for_multi_token_prediction_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the converter writes it for GLM-4.7-Flash, whose files are of this architecture."""
     monkeypatch.setitem(tiny.FAMILIES, "converted", MODELS["v3"])

@@ -50,7 +50,7 @@ def requests() -> list[Request]:
         pytest.param("exaone4", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("glm4", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("glm4-moe", 2, 3, {}, marks=pytest.mark.slow),
-        ("llama4", 2, 3, {}),
+        pytest.param("llama4", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("glm4-moe", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),

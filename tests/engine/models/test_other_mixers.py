@@ -204,7 +204,7 @@ def prompts(*lengths: int) -> Iterator[list[int]]:
     return ([chance.randrange(199) for _ in range(length)] for length in lengths)
 
 
-@pytest.mark.parametrize("family", ["hybrid", "stateful"])
+@pytest.mark.parametrize("family", ["hybrid", pytest.param("stateful", marks=pytest.mark.slow)])
 def test_tokens_equal_a_plain_implementation(family: str) -> None:
     """Alone, in a mixed batch with small chunks, and while sequences are preempted and computed again."""
     weights = checkpoint(family)

@@ -26,13 +26,11 @@ def is_conv(name: str) -> bool:
 
 
 CASES = [
-    pytest.param("starcoder2", "gptq", {}),
     pytest.param("gpt2", "gptq-act-order", {"turned": is_conv}, id="gpt2-gptq-act-order"),
     *(
         pytest.param(model_type, layout, {}, marks=pytest.mark.slow)
         for model_type in ("starcoder2", "bloom", "gpt_neox")
         for layout in ("gptq", "awq", "packed-zero-point", "int8", "fp8", "fp8-tiles")
-        if (model_type, layout) != ("starcoder2", "gptq")
     ),
     pytest.param("gpt2", "int8", {"turned": is_conv}, marks=pytest.mark.slow),
 ]

@@ -21,7 +21,7 @@ from tests.engine.tiny import write_checkpoint
 
 GRIDS: list[Any] = [
     ("llama-gqa", 2, 2),
-    ("llama-mqa-tied", 4, 1),  # one KV head for four shards
+    pytest.param("llama-mqa-tied", 4, 1, marks=pytest.mark.slow),  # one KV head for four shards
     pytest.param("llama-gqa", 2, 1, marks=pytest.mark.slow),
     pytest.param("llama-gqa", 1, 2, marks=pytest.mark.slow),
     pytest.param("llama-gqa", 1, 3, marks=pytest.mark.slow),

@@ -109,7 +109,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, tuple[
     yield replayed
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", pytest.param("qwen3-next-dense", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama-gqa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "qwen3-next-dense"))]
+)
 def test_ranks_replay_the_steps_that_rank_0_replays(
     tmp_path: Path, family: str, captured: list[tuple[int, tuple[int, int]]]
 ) -> None:

@@ -59,7 +59,7 @@ def requests() -> list[Request]:
     [
         ("mixtral", 2, 1, {"expert_copies": 1}),
         ("qwen3-moe-some-dense", 3, 1, {"attention_parallel": "data"}),
-        ("qwen3-next", 2, 1, {"attention_parallel": "data"}),
+        pytest.param("qwen3-next", 2, 1, {"attention_parallel": "data"}, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_batch_decodes_as_on_one_device(
         pytest.param("mixtral", "tensor", marks=pytest.mark.slow),
         ("mixtral", "data"),
         pytest.param("qwen3-next", "tensor", marks=pytest.mark.slow),
-        ("qwen3-next", "data"),
+        pytest.param("qwen3-next", "data", marks=pytest.mark.slow),
     ],
 )
 def test_prefixes_preemption_and_speculation(checkpoints: Checkpoints, family: str, attention: str) -> None:

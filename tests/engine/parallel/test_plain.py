@@ -25,7 +25,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_values_come_back(value: Any) -> None:
     assert decode(encode(value)) == value
 

@@ -13,19 +13,19 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 
 GRIDS = [
-    ("llama-gqa", 2, 1),
-    ("llama-gqa", 1, 2),
+    pytest.param("llama-gqa", 2, 1, marks=pytest.mark.slow),
+    pytest.param("llama-gqa", 1, 2, marks=pytest.mark.slow),
     ("llama-gqa", 2, 2),
     pytest.param("llama-gqa", 1, 3, marks=pytest.mark.slow),
     ("llama-mqa-tied", 4, 1),  # one KV head for four shards
     pytest.param("llama-mha-bias", 2, 2, marks=pytest.mark.slow),
     pytest.param("mistral-window", 2, 2, marks=pytest.mark.slow),
-    ("qwen2-bias", 2, 1),
+    pytest.param("qwen2-bias", 2, 1, marks=pytest.mark.slow),
     pytest.param("qwen3-qknorm", 2, 2, marks=pytest.mark.slow),
-    ("mixtral", 2, 2),
+    pytest.param("mixtral", 2, 2, marks=pytest.mark.slow),
     ("qwen3-moe-some-dense", 2, 2),
     ("gpt-oss", 2, 2),
-    ("gemma2", 2, 1),
+    pytest.param("gemma2", 2, 1, marks=pytest.mark.slow),
     ("gemma3-two-ropes", 2, 2),
     pytest.param("phi3", 2, 1, marks=pytest.mark.slow),
     ("olmo2", 2, 1),  # norms of whole rows are over all shards
@@ -103,7 +103,9 @@ def test_sampling_and_logprobs_are_those_of_one_device(checkpoints: dict[str, Pa
     assert found[0].prompt_logprobs is not None and len(found[0].prompt_logprobs) == 5
 
 
-@pytest.mark.parametrize("setting", [{"speculation": "ngram"}, {"kv_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{"speculation": "ngram"}, pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow)], ids=str
+)
 def test_speculation_and_a_small_cache_work_as_on_one_device(
     checkpoints: dict[str, Path], setting: dict[str, str]
 ) -> None:

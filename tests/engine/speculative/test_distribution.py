@@ -87,7 +87,7 @@ def draw(engine: Engine, first_seed: int) -> Counter[tuple[int, ...]]:
     return Counter(tuple(text) for text in generate(engine, *requests).values())
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft"])
+@pytest.mark.parametrize("kind", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_sampled_texts_have_the_targets_distribution(
     checkpoint: Path, draft: Path, exact: dict[tuple[int, ...], float], kind: str
 ) -> None:

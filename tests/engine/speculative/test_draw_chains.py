@@ -99,6 +99,7 @@ def test_draws_follow_seeds_and_temperatures_and_leave_filters_to_steps(
     assert engine.load_snapshot().draft_tokens > 0 and not replayed
 
 
+@pytest.mark.slow
 def test_chains_come_back_after_sleep(target: Path, head: Path, replayed: list[tuple[int, ...]]) -> None:
     engine = drafting(target, head)
     before = generate(engine, greedy("a", PROMPT, 16))

@@ -24,7 +24,7 @@ from tests.engine.tiny import write_checkpoint
 
 LAYOUTS = [
     pytest.param("original", {}, marks=pytest.mark.slow),
-    ("original", {"pickled": True, "draft_vocab": 199}),
+    pytest.param("original", {"pickled": True, "draft_vocab": 199}, marks=pytest.mark.slow),
     pytest.param("speculators", {}, marks=pytest.mark.slow),
     ("speculators", {"norm_before_residual": False, "hidden": 32}),
 ]
@@ -70,7 +70,8 @@ def test_drafts_are_those_of_a_plain_implementation(
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_any_mix_of_requests_gets_the_same_answers(target: Path, head: Path, plain: Engine, seed: int) -> None:
     requests = any_requests(200 + seed)
     expected = run(plain, requests)
@@ -224,7 +225,8 @@ def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
         assert_idle(engine)
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [1, 2])
 def test_shards_with_sequences_of_their_own_have_the_same_drafts(head: Path, tmp_path: Path, pipeline: int) -> None:
     target = write_checkpoint("qwen3-moe", tmp_path, spread=0.3, num_hidden_layers=4)
     requests = [greedy(f"r{n}", [(i * 7 + n) % 199 for i in range(n)], 20) for n in (90, 2, 33, 60)]

@@ -70,6 +70,7 @@ def test_any_mix_of_requests_gets_the_answers_of_one_device(
         assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_a_draft_on_fewer_shards_than_the_target(target: Path, other: Path) -> None:
     asked = [greedy("a", [5, 9, 2], 12), Request("b", [7] * 20, SamplingParams(max_tokens=12, temperature=0.8, seed=3))]
     expected = generate(make_engine(target), *asked)
@@ -198,6 +199,7 @@ def test_states_behind_draft_tokens_on_every_rank(
         assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_a_draft_through_transformers_stays_whole_unless_asked(tmp_path: Path) -> None:
     """Whether it can be cut is only known once it is read."""
     target, draft = write_checkpoint("llama-gqa", tmp_path / "target"), write_foreign("bloom", tmp_path / "draft")

@@ -25,8 +25,7 @@ from penstock.text import TextModel
 from penstock.text.adapter_text import AdapterTexts
 from penstock.text.vocabulary import grammars_of
 from tests.engine.adapters.files import write_adapter
-from tests.engine.adapters.test_prefixes import write_prefix
-from tests.engine.adapters.test_virtual_tokens import write_prompt
+from tests.engine.adapters.virtual_files import write_prefix, write_prompt
 from tests.engine.tiny import write_checkpoint
 from tests.ports import free_port
 

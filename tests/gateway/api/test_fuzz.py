@@ -55,6 +55,7 @@ async def fuzz(serving: Serving, text: TextModel, folder: Path, *options: str, s
     return output
 
 
+@pytest.mark.slow
 async def test_a_short_fuzz_finds_no_failure(serving: Serving, text: TextModel, tmp_path: Path) -> None:
     """One example of every operation that runs a model; the others have theirs in the long one."""
     await fuzz(

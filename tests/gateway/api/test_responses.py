@@ -359,6 +359,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(serving: Serving, t
         assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+@pytest.mark.slow
 async def test_the_beta_part_of_the_sdk_is_the_same(serving: Serving, tmp_path: Path) -> None:
     async with serving(**stored(tmp_path)) as running:
         beta = sdk(running).beta.responses

@@ -55,6 +55,17 @@ async def test_stored_completions_are_listed_shown_changed_and_deleted(
             await client.list(after=whole.id)
 
 
+async def test_a_turn_is_stored_with_the_answer_before_it_as_it_came(serving: Serving, tmp_path: Path) -> None:
+    async with serving(**stored(tmp_path)) as running:
+        client = sdk(running).chat.completions
+        first = await client.create(model="tiny", messages=ASKED, store=True, modalities=["text"], audio=None)
+        said: Any = {**first.choices[0].message.model_dump(), "annotations": []}
+        second = await client.create(model="tiny", messages=[*ASKED, said, *ASKED[1:]], store=True)
+        kept = [message async for message in client.messages.list(second.id)]
+        assert [message.role for message in kept] == ["system", "user", "assistant", "user"]
+        assert kept[2].content == first.choices[0].message.content
+
+
 async def test_without_a_store_and_for_others_there_is_nothing(serving: Serving, tmp_path: Path) -> None:
     async with serving() as running:
         refused = await running.chat(store=True)

@@ -54,6 +54,11 @@ async def test_a_chat(serving: Serving, dialect: DialectName) -> None:
         assert answer["usage"]["prompt_tokens"] == len(asked.prompt)
         assert answer["usage"]["completion_tokens"] == 13
 
+        # As our own answers have it, and as SDKs send it.
+        history = [*messages, {**answer["choices"][0]["message"], "annotations": []}, messages[1]]
+        again = await front.chat(model="far", messages=history, modalities=["text"], audio=None)
+        assert again.status_code == 200, again.text
+
         cut = (await front.chat(model="far", max_tokens=3)).json()
         assert cut["choices"][0]["finish_reason"] == "length" and cut["choices"][0]["message"]["content"] == "Hel"
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.api.openai.chat_store import ChatStore, Reader, anything
-from penstock.gateway.app.decoding import convert_query, decode_query
+from penstock.gateway.app.decoding import convert_query, decode_query, plain
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
 from penstock.gateway.app.store_access import store_of
@@ -169,7 +169,7 @@ class StoringRenderer(StepsRenderer):
 def keeper(store: ChatStore, exchange: Exchange, request: ChatRequest) -> Keep:
     """Stores the answer to `request`."""
     tenant, user = exchange.caller.tenant, exchange.record.user_id or ""
-    given = msgspec.to_builtins(request)
+    given = plain(request)
     shown = {name: given.get(name) for name in _SHOWN}
     messages = msgspec.json.encode(
         [
