@@ -331,6 +331,8 @@ async def test_a_wrong_base_url_is_told_apart_from_what_does_not_exist(serving: 
         (b"{'model': 'tiny'}", "double quotes"),
         (b'{"prompt": "a\nb"}', "written as \\n"),
         (b'{"prompt": "\\udc00 half of an emoji"}', "Half of a character"),
+        (b'{"messages": [{"content": "half of an emoji: \\ud83d"}]}', "Half of a character"),
+        (b'{"prompt": "an emoji: \\ud83d\\ude00"', "ends too early"),
         (b'{"prompt": "\xff"}', "UTF-8"),
     ],
 )
