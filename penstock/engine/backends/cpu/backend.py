@@ -61,11 +61,16 @@ class CpuBackend(ReferenceBackend):
         self.native: NativeLibrary = ops.handle
 
     def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-        """int8 where decode attention multiplies an int8 cache as stored (csrc/attention/amx/decode_int8.h)."""
+        """int8 where decode attention multiplies an int8 cache as stored (csrc/attention/amx/decode_int8.h), and on x86
+        CPUs without bfloat16, unless float32 is asked for: reading the cache is what bounds attention there."""
+        handle = self._native.handle
+        if model.latent is not None:
+            return dtype
+        if handle.has_per_channel and not handle.has_matrix:
+            return INT8 if dtype == torch.float32 and config.dtype == "auto" else dtype
         multiplies_bytes = (
-            self._native.handle.has_byte_attention
+            handle.has_byte_attention
             and dtype == torch.bfloat16
-            and model.latent is None
             and model.head_dim % 64 == 0
             and model.num_heads <= 8 * model.num_kv_heads
             and config.block_size % 16 == 0
