@@ -89,7 +89,7 @@ def test_every_linear_has_a_per_channel_copy(handle: Handle) -> None:
     """Whether its few bits are stored or made when loaded."""
     weights = mock.Mock(tensor=lambda name: torch.randn(48, 64))
     for form in ("int8", "int4"):
-        quantizer = BlockQuantizer(handle, form, matrix=True)
+        quantizer = BlockQuantizer(handle, form, matrix=True, per_channel=True)
         for name in ("model.embed_tokens.weight", "lm_head.weight", "q_proj.weight"):
             linear = quantizer(weights, {name: 48}, 64, None)
             assert isinstance(linear, QuantLinear) and linear.per_channel is not None

@@ -34,14 +34,15 @@ class BlockQuantizer:
         matrix: bool = False,
         fixed: bool = False,
         steady_rows: int = 0,
+        per_channel: bool = False,
     ) -> None:
-        """`fixed`: one form for any number of rows, which also holds where `activations` names one;
+        """`per_channel`: keep per-channel copies, for several rows; `fixed`: one form for any number of rows, which also holds where `activations` names one;
         `steady_rows`: one form for fewer rows than that."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
         self._per_channel_budget = _PER_CHANNEL_BUDGET
-        self._keeps_per_channel = matrix or (handle.has_per_channel and not handle.has_matrix)
+        self._keeps_per_channel = per_channel
         self.form = form
         self.activation_parts = 1 if activations == "int8" else 2
         self.fixed = fixed or activations != "auto"
