@@ -74,7 +74,9 @@ def test_batching_prefix_reuse_and_preemption_change_nothing(folder: Path, kv_dt
     assert_idle(crowded)
 
 
-def test_int8_is_the_default_where_tiles_multiply_it_as_it_is_and_on_x86_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_the_default_where_tiles_multiply_it_as_it_is_and_on_x86_without_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ops = cpu.load(1)
     if ops is None:
         pytest.skip(cpu.status().detail)
