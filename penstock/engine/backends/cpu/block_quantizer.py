@@ -36,8 +36,8 @@ class BlockQuantizer:
         steady_rows: int = 0,
         per_channel: bool = False,
     ) -> None:
-        """`per_channel`: keep per-channel copies, for several rows; `fixed`: one form for any number of rows, which also
-        holds where `activations` names one; `steady_rows`: one form for fewer rows than that."""
+        """`per_channel`: keep per-channel copies, for several rows; `fixed`: one form for any number of rows, which
+        also holds where `activations` names one; `steady_rows`: one form for fewer rows than that."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
