@@ -149,6 +149,9 @@ def load_mtp(
 
 def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -> ModelConfig:
     """The target with the MTP layer in place of its own: full attention, and experts if the layer has a router."""
+    latent = target.latent
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, layers=(True,)))
     moe, tensors = target.moe, family_of(target.family).names
     if moe is not None:
         routed = f"{layout.layer}{tensors.moe}{tensors.router}.weight" in names
@@ -158,5 +161,6 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         num_layers=1,
         windows=(None,),
         moe=moe,
+        latent=latent,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),
     )
