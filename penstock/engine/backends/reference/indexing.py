@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -191,7 +192,7 @@ def _attend(
     """Of a step whose sequences are those of `chosen`. Each is computed alone."""
     plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
     tokens, starts = q.shape[0], batch.query_starts.tolist()
-    runs = [slice(begin, end) for begin, end in zip(starts, starts[1:], strict=False)]
+    runs = [slice(begin, end) for begin, end in pairwise(starts)]
     if added is not None:
         added.scale(plain)
     absorbed = q.new_empty(tokens, layout.heads, layout.cached)
