@@ -25,6 +25,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import compose_one, prefix_of
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
+from penstock.engine.models.latent import INDEX_KEYS, INDEXER
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
@@ -56,8 +57,12 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
-    names = weights.names()
-    return find_mtp(names, prefix_of(names, family_of(model.family).names), model.num_layers) is not None
+    names, tensors = weights.names(), family_of(model.family).names
+    layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)
+    if layout is None or model.latent is None or model.latent.index is None:
+        return layout is not None
+    # One that has no indexer attends to what the model's layers chose, which it does not see here.
+    return f"{layout.layer}{tensors.attention}{INDEXER}{INDEX_KEYS}.weight" in names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

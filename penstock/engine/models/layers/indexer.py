@@ -34,11 +34,6 @@ class Indexer:
     def linears(self) -> tuple[Linear, ...]:
         return self.keys, self.queries
 
-    @property
-    def weight_bytes(self) -> int:
-        weights = self.head_weights
-        return sum(linear.weight_bytes for linear in self.linears) + weights.numel() * weights.element_size()
-
     def store(self, x: Tensor, batch: AttentionBatch, cache: Tensor) -> None:
         self.ops.store_index_keys(self.keys(x), self.norm, self.layout, self.cos_sin, batch, cache)
 
