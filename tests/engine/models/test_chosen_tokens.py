@@ -222,13 +222,14 @@ def test_layers_of_glm_that_share(changes: dict[str, Any], layers: tuple[bool, .
     assert model.latent.index.layers == layers and model.latent.index.interleaved
 
 
+@slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("deepseek-v32", {}),
-        pytest.param("glm-dsa", {}, marks=slow),
-        pytest.param("glm-dsa", {"kv_dtype": "int8"}, marks=slow),
-        pytest.param("deepseek-v32", {"weights": "int8"}, marks=slow),
+        ("glm-dsa", {}),
+        ("glm-dsa", {"kv_dtype": "int8"}),
+        ("deepseek-v32", {"weights": "int8"}),
     ],
 )
 def test_the_same_bits_in_any_batch_in_deterministic_mode(
