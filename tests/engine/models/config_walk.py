@@ -115,7 +115,7 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENT, "q_lora_rank": 10},
     "deepseek_v32": DSA,
-    "glm_moe_dsa": {**DSA, "indexer_types": ["full", "shared", "full", "shared"], "rms_norm_eps": 1e-4},
+    "glm_moe_dsa": {**DSA, "index_topk_freq": 2, "rms_norm_eps": 1e-4},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

@@ -79,9 +79,10 @@ def _experts(raw: HFConfig) -> MoeConfig | None:
     layers, ffn = _sparse_layers(raw), integer(raw, "moe_intermediate_size")
     if not any(layers):
         return None
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    # All three keys mean the same; the reference prefers `num_local_experts`, then `num_experts`.
+    named = "num_experts" if raw.get("num_experts") is not None else "n_routed_experts"
     return MoeConfig(
-        experts=integer(raw, next(name for name in names if raw.get(name) is not None)),
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else named),
         top_k=integer(raw, "num_experts_per_tok"),
         ffn_size=ffn,
         layers=layers,
