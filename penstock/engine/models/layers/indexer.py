@@ -42,7 +42,7 @@ class Indexer:
     ) -> Chosen:
         """`narrow`: see `queries`; `every`: see `IndexOps.choose_tokens`."""
         # In deterministic mode token by token, so that a product does not depend on how many there are.
-        runs = x.split(1) if self.ops.batch_invariant else (x,)
+        runs = [x[at : at + 1] for at in range(len(x))] if self.ops.batch_invariant else [x]
         weights = torch.cat([F.linear(run.float(), self.head_weights) for run in runs])
         return self.ops.choose_tokens(
             self.queries(narrow), weights, self.layout, self.cos_sin, batch, cache, block_size, every=every
