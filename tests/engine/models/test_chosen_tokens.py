@@ -4,6 +4,7 @@ here outgrow what may be chosen; `test_greedy_equals_reference` compares both fa
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.interface import AttentionBatch, IndexLayout
@@ -257,3 +259,27 @@ def test_a_prefill_engine_hands_latents_and_keys_over(folders: dict[str, Path], 
     taker.submit(request)
     deltas = drain(taker)
     assert collect(deltas) == expected and deltas[0].cached_tokens == 128
+
+
+@slow
+def test_indexers_of_fp8_checkpoints_in_tiles(tmp_path: Path) -> None:
+    """They give the tokens of the numbers that the tiles stand for; the weights of index heads stay as they are."""
+    sizes = {"index_head_dim": 32, "q_lora_rank": 32}
+    tiled, plain = (write_checkpoint("deepseek-v32", tmp_path / name, **sizes) for name in ("tiled", "plain"))
+    stored, meant = load_file(tiled / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("wk.weight", "wq_b.weight", "q_a_proj.weight"))]:
+        tiles = stored[name].unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+        scale = tiles.abs().amax((1, 3)) / 448
+        wide = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
+        stored[name] = (stored[name] / wide).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale.clone()
+        meant[name] = stored[name].float() * wide
+    save_file(stored, tiled / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tiled / "config.json").read_text())
+    form = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tiled / "config.json").write_text(json.dumps({**config, "quantization_config": form}))
+    reference = Reference(plain)
+    got = generate(make_engine(tiled, weights="dense"), *requests(3))
+    for one in requests(3):
+        assert reference.agrees(list(one.prompt), got[one.request_id], 1e-2), one.request_id
