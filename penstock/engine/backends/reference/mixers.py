@@ -16,9 +16,10 @@ from penstock.engine.backends.interface import (
     MambaWeights,
 )
 from penstock.engine.backends.reference import delta, latent, mamba
+from penstock.engine.backends.reference.indexing import PlainIndexing
 
 
-class PlainMixers:
+class PlainMixers(PlainIndexing):
     """See `Ops`."""
 
     def latent_attention(
