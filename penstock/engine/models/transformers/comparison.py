@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import AttentionBatch, StateBatch
 from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.kv.kinds import CacheKind
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.body import Body, CannotDivide, StageBody
 from penstock.engine.models.transformers.hidden import HiddenStates
@@ -77,7 +78,9 @@ class Comparison:
     ) -> None:
         """CheckpointError where the same tokens, in two chunks, give something else. `head`: of the whole model."""
         tokens, entry, expected = len(self._entry), self._entry.to(device), self._expected.to(device)
-        kinds = tuple(site.cache_kind(_BLOCK, dtype) for site in hidden.sites)
+        kinds: tuple[CacheKind, ...] = tuple(site.cache_kind(_BLOCK, dtype) for site in hidden.sites)
+        if hidden.states is not None:
+            kinds = (*kinds, hidden.states)
         kv = KVCache(CacheShape(kinds, _BLOCK), -(-tokens // _BLOCK) + 1, device)
         whole = AttentionBatch.of_one(tokens, _BLOCK, device)
         parts = []
@@ -102,6 +105,9 @@ def _all(x: Tensor) -> Tensor:
 
 def _chunk(whole: AttentionBatch, begin: int, end: int) -> AttentionBatch:
     device = whole.positions.device
+    states = StateBatch.of_one(end - begin, device)
+    if begin:  # goes on from where the chunk before has left its state
+        states = replace(states, reads=torch.ones_like(states.reads))
     return replace(
         whole,
         positions=whole.positions[begin:end],
@@ -110,4 +116,5 @@ def _chunk(whole: AttentionBatch, begin: int, end: int) -> AttentionBatch:
         context_lens=torch.tensor([end], dtype=torch.int32, device=device),
         max_query=end - begin,
         max_context=end,
+        states=states,
     )

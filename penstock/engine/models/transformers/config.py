@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _UNBOUNDED = 2048
 """Context of models whose configuration names none, since their positions have no end (ALiBi)."""
-_STATES = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv")
-"""In `layer_types`: layers that keep something other than keys and values."""
 MANIFEST = "penstock.json"
 """Beside a fetched checkpoint: where it came from (`sources.model_cache`)."""
 
@@ -49,14 +47,8 @@ def read_library_config(raw: Mapping[str, Any], families: str) -> ModelConfig:
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"a {model_type} model has an encoder and a decoder; only decoders are run")
     text = config.get_text_config(decoder=True)
-    kinds = sorted({kind for kind in getattr(text, "layer_types", None) or () if any(s in str(kind) for s in _STATES)})
-    if kinds:
-        raise CheckpointError(
-            f"a {model_type} model has layers of the kind {', '.join(kinds)}, which keep a state other than keys and "
-            "values; they cannot be run through transformers"
-        )
-    layers, heads = _count(text, "num_hidden_layers"), _count(text, "num_attention_heads")
-    hidden = _count(text, "hidden_size")
+    layers, hidden = _count(text, "num_hidden_layers"), _count(text, "hidden_size")
+    heads = _optional(text, "num_attention_heads") or 1  # a model without attention has none
     return ModelConfig(
         family=model_type,
         hidden_size=hidden,
