@@ -214,7 +214,14 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax": (
         "MiniMaxConfig",
-        {**COMMON, "head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 4, "layer_types": LINEAR, "block_size": 16},
+        {
+            **COMMON,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "layer_types": LINEAR,
+            "block_size": 16,
+        },
     ),
     "bailing_hybrid": (
         "BailingHybridConfig",
@@ -233,14 +240,25 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "zaya": (
         "ZayaConfig",
-        {**COMMON, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
+        {
+            **COMMON,
+            **WINDOW,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "router_hidden_size": 16,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        },
     ),
     "recurrent_gemma": (
         "RecurrentGemmaConfig",
         {**COMMON, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 40},
     ),
     "rwkv": ("RwkvConfig", {**RECURRENT, "context_length": 1024, "rescale_every": 2}),
-    "xlstm": ("xLSTMConfig", {**RECURRENT, "num_heads": 4, "chunk_size": 16, "autocast_kernel_dtype": "float32"}),
+    "xlstm": (
+        "xLSTMConfig",
+        {**RECURRENT, "hidden_size": 128, "num_heads": 4, "chunk_size": 16, "autocast_kernel_dtype": "float32"},
+    ),
 }
 """The last ones have attention of their own; from `jamba` on, layers that keep states."""
 

@@ -2,10 +2,10 @@
 
 `PackedPass`: all tokens in one row, through the engine's attention (`attention`). `SequencePass`: for models that have
 attention of their own (position biases, local patterns): one sequence after the other, each with its earlier keys
-and values gathered from the paged cache. `StatefulPass` (`stateful`): the same for models whose layers keep states beside keys and
-values, or nothing else. `TokenPass`: in deterministic mode, every token by itself. What PyTorch gives
-for a row depends on how many there are (vector loops have ends, reductions are cut by their number), and the library's
-code may call anything; alone, a token is always computed alike.
+and values gathered from the paged cache. `StatefulPass` (`stateful`): the same for models whose layers keep states.
+`TokenPass`: in deterministic mode, every token by itself. What PyTorch gives for a row depends on how many there are
+(vector loops have ends, reductions are cut by their number), and the library's code may call anything; alone, a token
+is always computed alike.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class SequencePass:
         """The cache of a sequence as the library has it."""
         library: Any = import_module("transformers.cache_utils")
         # Models read off the first layer how many tokens there were.
-        layers: list[Any] = [_of_length(library, length, device) for _ in range(self._before)]
+        layers: list[Any] = [of_length(library, length, device) for _ in range(self._before)]
         for k, v in keys_values:
             layer = library.DynamicLayer()
             layer.lazy_initialization(k, v)
@@ -195,7 +195,7 @@ def _among_all(x: Tensor, site: Site) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, 0, first, mine.whole_kv - last))
 
 
-def _of_length(library: Any, length: int, device: torch.device) -> Any:
+def of_length(library: Any, length: int, device: torch.device) -> Any:
     """The cache of a layer in another stage: of it only the length is known."""
     layer = library.DynamicLayer()
     if length:

@@ -307,9 +307,7 @@ def _found(config: ModelConfig, hidden: HiddenStates, span: tuple[int, int]) -> 
     return replace(config, windows=((None,) * span[0] + windows + (None,) * behind))
 
 
-def _layers(
-    hidden: HiddenStates, linears: list[EngineLinear], head: str, backend: LayerFactory
-) -> list[DecoderLayer]:
+def _layers(hidden: HiddenStates, linears: list[EngineLinear], head: str, backend: LayerFactory) -> list[DecoderLayer]:
     """One entry for every attention call, with the linears of its layer; the first call of a layer has them. One for
     all states, with the linears of layers that do not attend."""
     by_layer: dict[int, list[Linear]] = {}

@@ -11,7 +11,7 @@ with the tokens is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import HeadLayout
 from penstock.engine.kv.kinds import StateTensors
 from penstock.engine.models.transformers.attention import Site, cached_dim
+from penstock.engine.models.transformers.hidden import of_length
 
 _NAMES = ("past_key_values", "cache_params", "state")
 """What models call it, among their arguments and in what they give."""
@@ -65,6 +66,8 @@ class Memory:
         self._keys_values: list[tuple[Path, Path]] = []
         self._states: list[Path] = []
         """In the object; those in attributes follow them."""
+        self._silent: list[int] = []
+        """Layers of the library's cache that could have keys and have none."""
         self.sites: list[Site] = []
         """Layers that attend."""
         self.states = StateTensors(())
@@ -91,9 +94,21 @@ class Memory:
         """Hidden states [T, hidden], and what the model has then. `held`: what `begin`, `resume` or this has given."""
         if held is not None:
             options[self._name] = held
+            self._tell_length(held)
         output = self._base(use_cache=True, **options)
         hidden: Tensor = output.last_hidden_state
         return hidden[0], getattr(output, self._name) if held is None else held
+
+    def _tell_length(self, held: Any) -> None:
+        """Models read off the first layer of a cache how many tokens there were, also where that layer has no keys."""
+        if not self._silent:
+            return
+        layers = held.layers
+        keys = layers[int(self.sites[0].module)].keys if layers else None
+        if keys is not None:
+            library: Any = import_module("transformers.cache_utils")
+            for index in self._silent:
+                layers[index] = of_length(library, keys.shape[2], keys.device)
 
     def kept(self, held: Any) -> Kept:
         """What is in it, not copied."""
@@ -123,6 +138,10 @@ class Memory:
             raise CannotKeep("what it keeps has another type after other numbers of tokens")
         for path in [path for path in first if path in growing and path[-1] == "keys"]:
             self._add_site(path, found)
+        attending = {site.module for site in self.sites}
+        for index, layer in enumerate(getattr(self._object, "layers", ()) if self.sites else ()):
+            if getattr(layer, "keys", layer) is None and str(index) not in attending:
+                self._silent.append(index)
         others = growing - {path for both in self._keys_values for path in both}
         if others:
             raise CannotKeep(f"it keeps {_shown(min(others, key=str))}, which grows with its tokens")

@@ -138,9 +138,7 @@ def _stateful(
         try:
             if continues and not memory.continues(tokens, positions):
                 continue
-            found = StatefulPass(
-                body, memory, positions, dtype, backend.device, continues=continues, alone=alone
-            )
+            found = StatefulPass(body, memory, positions, dtype, backend.device, continues=continues, alone=alone)
             check(found)
         except _NOT_OF_THE_MODEL:
             raise

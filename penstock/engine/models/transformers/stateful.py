@@ -7,6 +7,7 @@ leave no trace, and behind the last token of a chunk.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -44,15 +45,16 @@ class StatefulPass(SequencePass):
     def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         states = batch.states
         assert states is not None, "steps of models that keep states say where"
-        fields = (batch.query_starts, batch.context_lens, batch.rows, states.reads, states.writes)
-        starts, contexts, rows, reads, writes = (x.tolist() for x in fields)
+        starts, rows, positions = (x.tolist() for x in (batch.query_starts, batch.rows, batch.positions))
+        reads, writes = states.reads.tolist(), states.writes.tolist()
         parts: dict[int, Tensor] = {}
-        spans = list(zip(starts, starts[1:], contexts, rows, strict=False))
+        # A decoded token and the draft tokens behind it are sequences of their own to attention, and one run here.
+        runs = set(zip(states.first.tolist()[: starts[-1]], states.last.tolist()[: starts[-1]], strict=True))
         # As in `SequencePass`: a sequence may begin behind blocks that another computes in the same step.
-        for begin, end, context, row in sorted(spans, key=lambda span: span[2] - span[1] + span[0]):
-            earlier = context - (end - begin)
+        for begin, end in sorted(runs, key=lambda run: positions[run[0]]):
+            earlier, row = positions[begin], rows[bisect_right(starts, begin) - 1]
             held = self._held(earlier, batch.block_tables[row], reads[begin], kv)
-            for first, last in self._pieces(begin, end, bool(earlier), writes):
+            for first, last in self._pieces(begin, end + 1, bool(earlier), writes):
                 if self.before is not None:
                     self.before(first, last)
                 options: dict[str, Any] = {"input_ids": entry[first:last].unsqueeze(0)}
