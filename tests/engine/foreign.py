@@ -260,7 +260,9 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         {**RECURRENT, "hidden_size": 128, "num_heads": 4, "chunk_size": 16, "autocast_kernel_dtype": "float32"},
     ),
 }
-"""The last ones have attention of their own; from `jamba` on, layers that keep states."""
+"""The last ones have attention of their own, or layers that keep states."""
+STATEFUL = list(FOREIGN)[list(FOREIGN).index("jamba") :]
+"""Those with such layers."""
 
 
 def write_foreign(model_type: str, folder: Path, **changes: Any) -> Path:

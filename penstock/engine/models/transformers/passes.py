@@ -144,7 +144,9 @@ def _stateful(
             raise
         except Exception as error:
             if not continues:
-                raise error if isinstance(error, CheckpointError) else refusal(config, str(error)) from error
+                if isinstance(error, CheckpointError):
+                    raise
+                raise refusal(config, str(error)) from error
             reason = str(error)
             continue
         if not continues:

@@ -49,12 +49,13 @@ class StatefulPass(SequencePass):
         reads, writes = states.reads.tolist(), states.writes.tolist()
         parts: dict[int, Tensor] = {}
         # A decoded token and the draft tokens behind it are sequences of their own to attention, and one run here.
-        runs = set(zip(states.first.tolist()[: starts[-1]], states.last.tolist()[: starts[-1]], strict=True))
+        begins = sorted(set(states.first.tolist()[: starts[-1]]))
+        runs = zip(begins, [*begins[1:], starts[-1]], strict=True)
         # As in `SequencePass`: a sequence may begin behind blocks that another computes in the same step.
         for begin, end in sorted(runs, key=lambda run: positions[run[0]]):
             earlier, row = positions[begin], rows[bisect_right(starts, begin) - 1]
             held = self._held(earlier, batch.block_tables[row], reads[begin], kv)
-            for first, last in self._pieces(begin, end + 1, bool(earlier), writes):
+            for first, last in self._pieces(begin, end, bool(earlier), writes):
                 if self.before is not None:
                     self.before(first, last)
                 options: dict[str, Any] = {"input_ids": entry[first:last].unsqueeze(0)}
