@@ -14,7 +14,7 @@ import torch
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.models.families import FAMILIES
-from penstock.engine.models.transformers.memory import Memory
+from penstock.engine.models.transformers import memory
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, ConfigError
 from tests.engine.foreign import write_foreign
@@ -161,9 +161,20 @@ def test_what_begins_anew_with_several_tokens_is_noticed(
 ) -> None:
     """By the comparison too, should asking which states are read not show it."""
     folder, prompt = write_foreign(model_type, tmp_path), PROMPTS["r64"]
-    monkeypatch.setattr(Memory, "continues", lambda *_: True)
+    monkeypatch.setattr(memory.Memory, "continues", lambda *_: True)
     tokens = generate(make_engine(folder, token_budget=24), greedy("r", prompt, 6))["r"]
     assert Reference(folder).agrees(prompt, tokens, 1e-3)
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_found_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go from one sequence to the next."""
+    found = memory._module_tensors
+    monkeypatch.setattr(
+        memory, "_module_tensors", lambda base: (one for one in found(base) if one[0][1] != "recurrent_states")
+    )
+    with pytest.raises(CheckpointError, match="its logits differ"):
+        make_engine(write_foreign("recurrent_gemma", tmp_path))
 
 
 @pytest.mark.slow

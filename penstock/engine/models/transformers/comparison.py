@@ -24,6 +24,8 @@ from penstock.errors import CheckpointError
 _COMPARED = 24
 """Tokens, in two chunks."""
 _BLOCK = 16
+_ASIDE = 3
+"""Tokens of another sequence between the chunks."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Of logits, relative to their size: other orders of summation, not another computation."""
 _ROUNDED = 0.15
@@ -86,6 +88,8 @@ class Comparison:
         parts = []
         for begin, end in ((0, tokens // 2), (tokens // 2, tokens)):
             if end > begin:
+                if begin and hidden.states is not None:
+                    hidden(entry[:_ASIDE], _aside(whole), kv)
                 states = hidden(entry[begin:end], _chunk(whole, begin, end), kv)
                 parts.append((self._compared(states) if head is None else head(states)).float())
         errors = (torch.cat(parts) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
@@ -97,6 +101,15 @@ class Comparison:
         if not error < tolerance:
             what = "the residual stream behind its layers differs" if head is None else "its logits differ"
             raise refusal(self._config, f"{what} from the library's, relatively by {error:.2g}")
+
+
+def _aside(whole: AttentionBatch) -> AttentionBatch:
+    """Tokens of another sequence, of which nothing is kept: a model that keeps states somewhere else goes on from
+    theirs."""
+    batch = _chunk(whole, 0, _ASIDE)
+    assert batch.states is not None
+    states = replace(batch.states, writes=torch.zeros_like(batch.states.writes))
+    return replace(batch, slots=torch.zeros_like(batch.slots), states=states)
 
 
 def _all(x: Tensor) -> Tensor:

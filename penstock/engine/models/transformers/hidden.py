@@ -45,7 +45,7 @@ Part = Callable[[int, int], None]
 class PackedPass:
     """See `HiddenStates`."""
 
-    states = None
+    states: StateTensors | None = None
 
     def __init__(self, body: Body, sites: list[Site], calls: PagedCalls) -> None:
         self.sites = sites
@@ -65,7 +65,7 @@ class TokenPass:
     """See `HiddenStates`. Where tokens read others of the same step, those have smaller positions."""
 
     before: Part | None = None
-    states = None
+    states: StateTensors | None = None
 
     def __init__(self, packed: PackedPass) -> None:
         self.sites = packed.sites

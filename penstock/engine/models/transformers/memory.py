@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -202,7 +203,7 @@ def find_memory(base: Any, tokens: Callable[[int], Tensor]) -> Memory | None:
     after = dict(_module_tensors(base))
     base(input_ids=tokens(_LENGTHS[0]).unsqueeze(0), use_cache=False)
     before = dict(_module_tensors(base))
-    attributes = [path for path in after if path not in before]
+    attributes = [path for path, tensor in after.items() if before.get(path) is not tensor]
     if name is None:
         name = next((name for name in _NAMES if name in signature(base.forward).parameters), None)
         if name is None:
@@ -227,12 +228,12 @@ def _maker(library: Any, made: Any) -> Callable[[], Any] | None:
         if kind in (library.DynamicLayer, library.DynamicSlidingWindowLayer):
             layers.append(library.DynamicLayer)
         elif kind is library.LinearAttentionLayer:
-            layers.append(lambda states=states: library.LinearAttentionLayer(number_of_states=states))
+            layers.append(partial(library.LinearAttentionLayer, number_of_states=states))
         elif kind in (
             library.LinearAttentionAndFullAttentionLayer,
             library.LinearAttentionAndSlidingWindowAttentionLayer,
         ):
-            layers.append(lambda states=states: library.LinearAttentionAndFullAttentionLayer(number_of_states=states))
+            layers.append(partial(library.LinearAttentionAndFullAttentionLayer, number_of_states=states))
         else:
             raise CannotKeep(f"layer {index} keeps a {kind.__name__}")
     return lambda: library.Cache(layers=[make() for make in layers])
