@@ -121,20 +121,22 @@ def test_deterministic(folder: Path, expected: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["zaya", "jamba", "mamba"])  # others' random weights magnify any rounding
 @pytest.mark.parametrize("settings", [{"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"weights": "int8"}], ids=str)
-def test_few_bits_stay_close(folder: Path, settings: dict[str, Any]) -> None:
-    reference, prompt = Reference(folder), PROMPTS["r64"]
-    tokens = generate(make_engine(folder, **settings), greedy("r", prompt, 1))["r"]
+def test_few_bits_stay_close(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder, prompt = write_foreign(model_type, tmp_path), PROMPTS["r64"]
+    reference, tokens = Reference(folder), generate(make_engine(folder, **settings), greedy("r", prompt, 1))["r"]
     spread = float(reference.logprobs(prompt)[-1].std())
     assert float(reference.margins(prompt, tokens).max()) < spread
 
 
 @pytest.mark.slow
-def test_16_bits(folder: Path) -> None:
+@pytest.mark.parametrize("model_type", ["zaya", "jamba", "mamba"])
+def test_16_bits(model_type: str, tmp_path: Path) -> None:
     """States have the types that the library gives them."""
-    reference, prompt = Reference(folder), PROMPTS["r64"]
-    engine = make_engine(folder, dtype="bfloat16", token_budget=40)
-    tokens = generate(engine, greedy("r", prompt, 4))["r"]
+    folder, prompt = write_foreign(model_type, tmp_path), PROMPTS["r64"]
+    reference = Reference(folder)
+    tokens = generate(make_engine(folder, dtype="bfloat16", token_budget=40), greedy("r", prompt, 4))["r"]
     spread = float(reference.logprobs(prompt)[-1].std())
     assert float(reference.margins(prompt, tokens).median()) < spread
 
