@@ -222,20 +222,21 @@ def _maker(library: Any, made: Any) -> Callable[[], Any] | None:
         return None
     if type(made) is not library.DynamicCache:
         return type(made)
-    layers: list[Callable[[], Any]] = []
+    both = library.LinearAttentionAndFullAttentionLayer
+    whole: dict[Any, Any] = {
+        library.DynamicLayer: library.DynamicLayer,
+        library.DynamicSlidingWindowLayer: library.DynamicLayer,
+        library.LinearAttentionLayer: library.LinearAttentionLayer,
+        both: both,
+        library.LinearAttentionAndSlidingWindowAttentionLayer: both,
+    }
+    layers = []
     for index, layer in enumerate(made.layers):
-        kind, states = type(layer), getattr(layer, "number_of_states", 1)
-        if kind in (library.DynamicLayer, library.DynamicSlidingWindowLayer):
-            layers.append(library.DynamicLayer)
-        elif kind is library.LinearAttentionLayer:
-            layers.append(partial(library.LinearAttentionLayer, number_of_states=states))
-        elif kind in (
-            library.LinearAttentionAndFullAttentionLayer,
-            library.LinearAttentionAndSlidingWindowAttentionLayer,
-        ):
-            layers.append(partial(library.LinearAttentionAndFullAttentionLayer, number_of_states=states))
-        else:
-            raise CannotKeep(f"layer {index} keeps a {kind.__name__}")
+        kind = whole.get(type(layer))
+        if kind is None:
+            raise CannotKeep(f"layer {index} keeps a {type(layer).__name__}")
+        states = getattr(layer, "number_of_states", None)
+        layers.append(kind if states is None else partial(kind, number_of_states=states))
     return lambda: library.Cache(layers=[make() for make in layers])
 
 
