@@ -57,6 +57,7 @@ def run(engine: Engine, suffix: str = "") -> dict[str, list[int]]:
     return {name.removesuffix(suffix): tokens for name, tokens in found.items()}
 
 
+@pytest.mark.slow
 def test_a_conversation_starts_behind_its_last_prompt(folder: Path, expected: dict[str, list[int]]) -> None:
     engine = make_engine(folder, state_interval=32, token_budget=40)
     assert run(engine) == expected
