@@ -57,6 +57,13 @@ GEMMA: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
 }
 
+SCAN: dict[str, Any] = {"mamba_d_state": 8, "mamba_dt_rank": 4}
+RECURRENT: dict[str, Any] = {**NO_IDS, "vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 3}
+LINEAR = ["linear_attention", "full_attention"] * 2
+CONVOLUTIONS = ["conv", "full_attention"] * 2
+SHARED = ["linear_attention", "hybrid", "hybrid"]
+"""Layers with the same attention before their states."""
+
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT),
     "gpt2-odd": ("GPT2Config", {**GPT, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
@@ -156,8 +163,106 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         "XGLMConfig",
         {**COMMON, "d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "pad_token_id": 1},
     ),
+    "jamba": (
+        "JambaConfig",
+        {**COMMON, **SCAN, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
+    ),
+    "mamba": ("MambaConfig", {**RECURRENT, "state_size": 8}),
+    "falcon_mamba": ("FalconMambaConfig", {**RECURRENT, "state_size": 8}),
+    "lfm2": ("Lfm2Config", {**COMMON, "num_hidden_layers": 4, "block_multiple_of": 16, "layer_types": CONVOLUTIONS}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **COMMON,
+            "num_hidden_layers": 4,
+            "layer_types": CONVOLUTIONS,
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "layer_types": LINEAR,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", {**COMMON, "num_hidden_layers": 4, "linear_key_head_dim": 12}),
+    "zamba": ("ZambaConfig", {**COMMON, **SCAN, "num_key_value_heads": 4, "layers_block_type": SHARED}),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **COMMON,
+            "num_key_value_heads": 4,
+            "layers_block_type": SHARED,
+            "mamba_d_state": 16,
+            "n_mamba_heads": 8,
+            "chunk_size": 16,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 8,
+        },
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            **COMMON,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "layer_types": LINEAR,
+            "block_size": 16,
+        },
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        {
+            **LATENT,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_types": LINEAR,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "zaya": (
+        "ZayaConfig",
+        {
+            **COMMON,
+            **WINDOW,
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "router_hidden_size": 16,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        },
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {**COMMON, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 40},
+    ),
+    "rwkv": ("RwkvConfig", {**RECURRENT, "context_length": 1024, "rescale_every": 2}),
+    "xlstm": (
+        "xLSTMConfig",
+        {**RECURRENT, "hidden_size": 128, "num_heads": 4, "chunk_size": 16, "autocast_kernel_dtype": "float32"},
+    ),
 }
-"""The last ones have attention of their own."""
+"""The last ones have attention of their own, or layers that keep states."""
+STATEFUL = list(FOREIGN)[list(FOREIGN).index("jamba") :]
+"""Those with such layers."""
 
 
 def write_foreign(model_type: str, folder: Path, **changes: Any) -> Path:

@@ -108,6 +108,7 @@ class _AdaptedPass:
         self, plain: HiddenStates, linears: list[EngineLinear], kernel: LoraKernel, embedding: nn.Module | None
     ) -> None:
         self.sites = plain.sites
+        self.states = plain.states
         self._embedding = embedding
         self._plain = plain
         self._linears = [linear for linear in linears if linear.placed is not None]

@@ -4,12 +4,15 @@ A kind names the bytes that a block of tokens and a running sequence need in one
 before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
 `PagedLatent`: one vector per token in such blocks (MLA).
 `RecurrentState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also hold the states that
-were kept at the ends of blocks (`kv.states`). `NothingKept`: of a layer that is a feed-forward alone.
+were kept at the ends of blocks (`kv.states`). `StateTensors`: the same, of any shapes. `NothingKept`: of a layer that
+is a feed-forward alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -139,6 +142,38 @@ class RecurrentState:
         conv = zeros((layers, 1, num_states, self.width, self.channels), self.dtype, device)
         found = zip(conv[:, 0], state[:, 0], strict=True)
         return CacheTensors([RecurrentCache(*parts) for parts in found], states=[state, conv])
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensors:
+    """A state of tensors of any shapes and types, as another library's code keeps it. A layer is called with a list of
+    them, [slots, *shape] each."""
+
+    parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """Their shapes, of one dimension at least, and types."""
+
+    def __str__(self) -> str:
+        parts = Counter(f"{list(shape)} in {str(dtype).removeprefix('torch.')}" for shape, dtype in self.parts)
+        return "states of " + " and ".join(f"{count} x {part}" for part, count in parts.items())
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.parts)
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        together = {
+            part: zeros((layers, count, num_states, *part[0]), part[1], device)
+            for part, count in Counter(self.parts).items()
+        }
+        found = []
+        for layer in range(layers):
+            left = {part: iter(tensor[layer]) for part, tensor in together.items()}
+            found.append([next(left[part]) for part in self.parts])
+        return CacheTensors(found, states=list(together.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import AttentionBatch, StateBatch
 from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.kv.kinds import CacheKind
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.body import Body, CannotDivide, StageBody
 from penstock.engine.models.transformers.hidden import HiddenStates
@@ -23,6 +24,8 @@ from penstock.errors import CheckpointError
 _COMPARED = 24
 """Tokens, in two chunks."""
 _BLOCK = 16
+_ASIDE = 3
+"""Tokens of another sequence between the chunks."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Of logits, relative to their size: other orders of summation, not another computation."""
 _ROUNDED = 0.15
@@ -77,12 +80,16 @@ class Comparison:
     ) -> None:
         """CheckpointError where the same tokens, in two chunks, give something else. `head`: of the whole model."""
         tokens, entry, expected = len(self._entry), self._entry.to(device), self._expected.to(device)
-        kinds = tuple(site.cache_kind(_BLOCK, dtype) for site in hidden.sites)
+        kinds: tuple[CacheKind, ...] = tuple(site.cache_kind(_BLOCK, dtype) for site in hidden.sites)
+        if hidden.states is not None:
+            kinds = (*kinds, hidden.states)
         kv = KVCache(CacheShape(kinds, _BLOCK), -(-tokens // _BLOCK) + 1, device)
         whole = AttentionBatch.of_one(tokens, _BLOCK, device)
         parts = []
         for begin, end in ((0, tokens // 2), (tokens // 2, tokens)):
             if end > begin:
+                if begin and hidden.states is not None:
+                    hidden(entry[:_ASIDE], _aside(whole), kv)
                 states = hidden(entry[begin:end], _chunk(whole, begin, end), kv)
                 parts.append((self._compared(states) if head is None else head(states)).float())
         errors = (torch.cat(parts) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
@@ -96,12 +103,24 @@ class Comparison:
             raise refusal(self._config, f"{what} from the library's, relatively by {error:.2g}")
 
 
+def _aside(whole: AttentionBatch) -> AttentionBatch:
+    """Tokens of another sequence, of which nothing is kept: a model that keeps states somewhere else goes on from
+    theirs."""
+    batch = _chunk(whole, 0, _ASIDE)
+    assert batch.states is not None
+    states = replace(batch.states, writes=torch.zeros_like(batch.states.writes))
+    return replace(batch, slots=torch.zeros_like(batch.slots), states=states)
+
+
 def _all(x: Tensor) -> Tensor:
     return x
 
 
 def _chunk(whole: AttentionBatch, begin: int, end: int) -> AttentionBatch:
     device = whole.positions.device
+    states = StateBatch.of_one(end - begin, device)
+    if begin:  # goes on from where the chunk before has left its state
+        states = replace(states, reads=torch.ones_like(states.reads))
     return replace(
         whole,
         positions=whole.positions[begin:end],
@@ -110,4 +129,5 @@ def _chunk(whole: AttentionBatch, begin: int, end: int) -> AttentionBatch:
         context_lens=torch.tensor([end], dtype=torch.int32, device=device),
         max_query=end - begin,
         max_context=end,
+        states=states,
     )

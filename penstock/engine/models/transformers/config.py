@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _UNBOUNDED = 2048
 """Context of models whose configuration names none, since their positions have no end (ALiBi)."""
-_STATES = ("mamba", "linear_attention", "recurrent", "conv", "ssm", "rwkv")
-"""In `layer_types`: layers that keep something other than keys and values."""
+_RECURRENT = 1 << 20
+"""Of models without attention, which have no positions."""
 MANIFEST = "penstock.json"
 """Beside a fetched checkpoint: where it came from (`sources.model_cache`)."""
 
@@ -49,14 +49,9 @@ def read_library_config(raw: Mapping[str, Any], families: str) -> ModelConfig:
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"a {model_type} model has an encoder and a decoder; only decoders are run")
     text = config.get_text_config(decoder=True)
-    kinds = sorted({kind for kind in getattr(text, "layer_types", None) or () if any(s in str(kind) for s in _STATES)})
-    if kinds:
-        raise CheckpointError(
-            f"a {model_type} model has layers of the kind {', '.join(kinds)}, which keep a state other than keys and "
-            "values; they cannot be run through transformers"
-        )
-    layers, heads = _count(text, "num_hidden_layers"), _count(text, "num_attention_heads")
-    hidden = _count(text, "hidden_size")
+    layers, hidden = _count(text, "num_hidden_layers"), _count(text, "hidden_size")
+    attends = hasattr(text, "num_attention_heads") or not _known(model_type)
+    heads = _count(text, "num_attention_heads") if attends else 1
     return ModelConfig(
         family=model_type,
         hidden_size=hidden,
@@ -66,7 +61,7 @@ def read_library_config(raw: Mapping[str, Any], families: str) -> ModelConfig:
         num_kv_heads=_optional(text, "num_key_value_heads") or heads,
         head_dim=_optional(text, "head_dim") or hidden // heads,
         vocab_size=_count(text, "vocab_size"),
-        max_positions=_positions(text),
+        max_positions=_positions(text, attends=attends),
         rms_eps=0.0,
         rope=RopeConfig(),
         windows=(None,) * layers,
@@ -185,7 +180,7 @@ def _count(config: Any, key: str) -> int:
     return value
 
 
-def _positions(config: Any) -> int:
+def _positions(config: Any, *, attends: bool) -> int:
     found = next((value for key in _POSITIONS if (value := _optional(config, key)) is not None), None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if isinstance(rope, Mapping) and "longrope" in (rope.get("rope_type"), rope.get("type")):
@@ -197,6 +192,8 @@ def _positions(config: Any) -> int:
             log.warning("longrope: contexts end at %d tokens, the length of the original training", original)
             found = original
     if found is None:
+        if not attends:
+            return _RECURRENT
         log.warning("the configuration names no context length; contexts end at %d tokens", _UNBOUNDED)
         return _UNBOUNDED
     return found

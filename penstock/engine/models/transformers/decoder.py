@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.kv.kinds import PagedKV
+from penstock.engine.kv.kinds import PagedKV, StateTensors
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.transformers.body import StageBody
@@ -38,9 +38,28 @@ class CachedLayer:
         raise NotImplementedError("a layer of a model that transformers runs is not run by itself")
 
 
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """Stands for the mixers of all layers that keep states, with one entry of the cache for all of them."""
+
+    ops: ActivationOps
+    states: StateTensors
+    linears: tuple[Linear, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(linear.weight_bytes for linear in self.linears)
+
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> StateTensors:
+        return self.states
+
+    def forward(self, x: Any, *_: Any) -> Tensor:
+        raise NotImplementedError("a layer of a model that transformers runs is not run by itself")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersDecoder(Decoder):
-    """See `Decoder`. `layers` has one entry for every attention call of a pass."""
+    """See `Decoder`. `layers` has one entry for every attention call of a pass, and one for all states."""
 
     hidden: HiddenStates
     linears: list[EngineLinear]

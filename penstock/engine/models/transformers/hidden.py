@@ -2,14 +2,15 @@
 
 `PackedPass`: all tokens in one row, through the engine's attention (`attention`). `SequencePass`: for models that have
 attention of their own (position biases, local patterns): one sequence after the other, each with its earlier keys
-and values gathered from the paged cache. `TokenPass`: in deterministic mode, every token by itself. What PyTorch gives
-for a row depends on how many there are (vector loops have ends, reductions are cut by their number), and the library's
-code may call anything; alone, a token is always computed alike.
+and values gathered from the paged cache. `StatefulPass` (`stateful`): the same for models whose layers keep states.
+`TokenPass`: in deterministic mode, every token by itself. What PyTorch gives for a row depends on how many there are
+(vector loops have ends, reductions are cut by their number), and the library's code may call anything; alone, a token
+is always computed alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import FP8, AttentionBatch, KVScales
 from penstock.engine.backends.reference.ops import CachedBlocks, store
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.kinds import StateTensors
 from penstock.engine.models.transformers.attention import CALLS, PagedCalls, Site
 from penstock.engine.models.transformers.body import Body
 
@@ -28,6 +30,8 @@ class HiddenStates(Protocol):
     """The layers of a model between tokens and head."""
 
     sites: list[Site]
+    states: StateTensors | None
+    """What is kept of a sequence beside keys and values: the last entry of the cache."""
 
     def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """[T, hidden] of what a pass begins with (see `Body`); `kv` knows the tokens afterwards."""
@@ -40,6 +44,8 @@ Part = Callable[[int, int], None]
 
 class PackedPass:
     """See `HiddenStates`."""
+
+    states: StateTensors | None = None
 
     def __init__(self, body: Body, sites: list[Site], calls: PagedCalls) -> None:
         self.sites = sites
@@ -59,6 +65,7 @@ class TokenPass:
     """See `HiddenStates`. Where tokens read others of the same step, those have smaller positions."""
 
     before: Part | None = None
+    states: StateTensors | None = None
 
     def __init__(self, packed: PackedPass) -> None:
         self.sites = packed.sites
@@ -95,6 +102,7 @@ class SequencePass:
     """See `HiddenStates`."""
 
     before: Part | None = None
+    states: StateTensors | None = None
 
     def __init__(
         self,
@@ -122,12 +130,15 @@ class SequencePass:
             begin, end, context, row = spans[index]
             if self.before is not None:
                 self.before(begin, end)
-            cache = self._earlier(context - (end - begin), batch.block_tables[row], kv)
+            earlier = context - (end - begin)
+            keys_values = self._gathered(earlier, batch.block_tables[row], kv) if earlier else []
+            cache = self._cache(earlier, keys_values, entry.device)
             options: dict[str, Any] = {}
             if self._positions:
                 options["position_ids"] = batch.positions[begin:end].unsqueeze(0)
             parts[index] = self._body(entry[begin:end], past_key_values=cache, use_cache=True, **options)
-            self._keep(cache, batch.slots[begin:end], kv)
+            found = [(layer.keys, layer.values) for layer in cache.layers[self._before :]]
+            self._keep(found, batch.slots[begin:end], kv)
         return torch.cat(parts)
 
     def _scales(self, index: int, layer: Any) -> KVScales | None:
@@ -136,31 +147,37 @@ class SequencePass:
         scales: KVScales | None = layer.scales
         return scales
 
-    def _earlier(self, length: int, table: Tensor, kv: KVCache) -> Any:
+    def _gathered(self, length: int, table: Tensor, kv: KVCache) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [1, heads, length, dim] of the first tokens of a sequence, by site."""
+        found = []
+        blocks = table[: -(-length // kv.block_size)]
+        for index, (site, cache) in enumerate(zip(self.sites, kv.layers, strict=False)):
+            scales = self._scales(index, cache) or (None, None)
+            k = CachedBlocks(cache.k, scales[0], self._dtype).gather(blocks)[None, :, :length, : site.key_dim]
+            v = CachedBlocks(cache.v, scales[1], self._dtype).gather(blocks)[None, :, :length, : site.value_dim]
+            found.append((_among_all(k, site), _among_all(v, site)))
+        return found
+
+    def _cache(self, length: int, keys_values: list[tuple[Tensor, Tensor]], device: torch.device) -> Any:
         """The cache of a sequence as the library has it."""
         library: Any = import_module("transformers.cache_utils")
         # Models read off the first layer how many tokens there were.
-        layers: list[Any] = [_of_length(library, length, table.device) for _ in range(self._before)]
-        for index, (site, cache) in enumerate(zip(self.sites, kv.layers, strict=True)):
+        layers: list[Any] = [of_length(library, length, device) for _ in range(self._before)]
+        for k, v in keys_values:
             layer = library.DynamicLayer()
-            if length:
-                blocks = table[: -(-length // kv.block_size)]
-                scales = self._scales(index, cache) or (None, None)
-                k = CachedBlocks(cache.k, scales[0], self._dtype).gather(blocks)[None, :, :length, : site.key_dim]
-                v = CachedBlocks(cache.v, scales[1], self._dtype).gather(blocks)[None, :, :length, : site.value_dim]
-                k, v = _among_all(k, site), _among_all(v, site)
-                layer.lazy_initialization(k, v)
-                layer.keys, layer.values = k, v
+            layer.lazy_initialization(k, v)
+            layer.keys, layer.values = k, v
             layers.append(layer)
+        layers += [library.DynamicLayer() for _ in range(len(self.sites) - len(keys_values))]
         return library.Cache(layers=layers)
 
-    def _keep(self, cache: Any, slots: Tensor, kv: KVCache) -> None:
-        """Write the new tokens of a sequence into its blocks."""
+    def _keep(self, found: Iterable[tuple[Tensor, Tensor]], slots: Tensor, kv: KVCache) -> None:
+        """Write the new tokens of a sequence into its blocks. `found`: keys and values of all its tokens, by site."""
         new = len(slots)
         block, offset = slots // kv.block_size, slots % kv.block_size
-        for index, (layer, paged) in enumerate(zip(cache.layers[self._before :], kv.layers, strict=False)):
+        for index, (both, paged) in enumerate(zip(found, kv.layers, strict=False)):
             scales = self._scales(index, paged) or (None, None)
-            for x, into, scale in ((layer.keys, paged.k, scales[0]), (layer.values, paged.v, scales[1])):
+            for x, into, scale in zip(both, (paged.k, paged.v), scales, strict=True):
                 mine = self.sites[index].mine
                 heads = slice(None) if mine is None else slice(*mine.kv_heads)
                 rows = x[0, heads, -new:].transpose(0, 1)
@@ -178,7 +195,7 @@ def _among_all(x: Tensor, site: Site) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, 0, first, mine.whole_kv - last))
 
 
-def _of_length(library: Any, length: int, device: torch.device) -> Any:
+def of_length(library: Any, length: int, device: torch.device) -> Any:
     """The cache of a layer in another stage: of it only the length is known."""
     layer = library.DynamicLayer()
     if length:

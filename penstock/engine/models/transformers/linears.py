@@ -97,6 +97,37 @@ def await_linears(model: Any, reader: WeightReader) -> Callable[[str], bool]:
     return taken.__contains__
 
 
+def read_directly(model: nn.Module, run: Callable[[], object]) -> frozenset[str]:
+    """The linears whose matrix a pass of `run` multiplies by itself and that it never calls (time steps of Mamba): they
+    stay the library's."""
+    called: set[str] = set()
+    read: set[str] = set()
+    kinds = {name: (module, type(module)) for name, module in linears_of(model)}
+    if any(isinstance(module, AwaitedLinear) for module, _ in kinds.values()):
+        return frozenset()  # it cannot be run before they are replaced
+    hooks = []
+    try:
+        for name, (module, kind) in kinds.items():
+
+            def forward(_: nn.Module, __: Any, name: str = name) -> None:
+                called.add(name)
+
+            def weight(self: Any, attribute: str, name: str = name) -> Any:
+                if attribute == "weight":
+                    read.add(name)
+                return nn.Module.__getattr__(self, attribute)
+
+            hooks.append(module.register_forward_pre_hook(forward))
+            module.__class__ = type(kind.__name__, (kind,), {"__getattr__": weight})
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, kind in kinds.values():
+            module.__class__ = kind
+    return frozenset(read - called)
+
+
 class ModuleWeights:
     """The weights of a loaded model. See `Weights`."""
 
@@ -163,12 +194,15 @@ def replace_linears(
     head: str,
     as_stored: WeightReader | None = None,
     cuts: Cuts | None = None,
+    others: Collection[str] = (),
 ) -> list[EngineLinear]:
     """Replace every linear; memory peaks at the model plus one of them. `head`: the name of the output projection.
     `as_stored` reads a checkpoint in few bits: the linears that it has by the name of their module are made of it.
-    `cuts`: which of them `weights` has cut."""
+    `cuts`: which of them `weights` has cut. `others` are left as they are."""
     made = []
     for name, module in linears_of(model):
+        if name in others:
+            continue
         outputs, inputs = shape_of(module)
         own_outputs, own_inputs = (outputs, inputs) if cuts is None else cuts.sizes(name, outputs, inputs)
         above, _, last = name.rpartition(".")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,22 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.models.transformers.attention import Site
 from penstock.engine.models.transformers.body import Body, CannotDivide, Junction, StageBody, WholeBody, take_out
 from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.cuts import Cuts, Shard
-from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
+from penstock.engine.models.transformers.decoder import CachedLayer, KeptStates, ModelHead, TransformersDecoder
 from penstock.engine.models.transformers.experts import divide_experts, find_experts, has_experts
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass
 from penstock.engine.models.transformers.linears import (
     EngineLinear,
     ModuleWeights,
     await_linears,
+    read_directly,
     replace_linears,
     shapes_by_layer,
 )
-from penstock.engine.models.transformers.passes import first_that_fits
+from penstock.engine.models.transformers.passes import first_that_fits, keeps_states
 from penstock.engine.models.transformers.read import Reduce, read_model
 from penstock.engine.models.transformers.shards import CLOSE, find_cuts
 from penstock.engine.models.transformers.survey import TOKENS
@@ -154,8 +155,8 @@ class _Loader:
             reduce.append(lambda model: await_linears(model, reader))
         model = read_model(self.folder, config.family, dtype, self.trusted, self.stored, reduce)
         self.report(0.5)
-        if getattr(model, "_is_stateful", False):
-            raise refusal(config, "its layers keep a state other than keys and values")
+        if keeps_states(model):
+            self._check_states()
         base: Any = getattr(model, model.base_model_prefix, None)
         if not isinstance(base, nn.Module) or base is model:
             raise refusal(config, f"{type(model).__name__} does not keep its layers apart from its head")
@@ -164,6 +165,21 @@ class _Loader:
             junction.shapes = junction.shapes or shapes_by_layer(model)
             body = StageBody(base, junction, config.hidden_size, dtype)
         return self._decoder(model, body, as_stored, way)
+
+    def _check_states(self) -> None:
+        """ConfigError where shards or stages would have to divide states."""
+        if self.span is not None or self.shard is not None:
+            raise ConfigError(
+                f"tensor_parallel, pipeline_parallel: not available for {self.config.family} models, whose layers keep "
+                "states and which run through transformers; use data parallel replicas"
+            )
+
+    def _read_directly(self, model: Any, body: Body) -> frozenset[str]:
+        """See `read_directly`: of layers that keep states."""
+        if not keeps_states(model):
+            return frozenset()
+        tokens = body.sample(TOKENS, self.backend.device)
+        return read_directly(model, lambda: body(tokens, use_cache=False))
 
     def _decoder(self, model: Any, body: Body, as_stored: WeightReader | None, way: Way) -> TransformersDecoder:
         """The decoder of a model that the library has read. `as_stored` reads the linears that it has not read."""
@@ -180,7 +196,8 @@ class _Loader:
         cuts = None if shard is None else self._cuts(model, body, shard, way)
         modules = ModuleWeights(model, self.raw, None if cuts is None else cuts.apply)
         reader = WeightReader(modules, self.backend, self.dtype, self.quantize if as_stored is None else None)
-        linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
+        others = self._read_directly(model, body)
+        linears = replace_linears(model, reader, modules, head_name, as_stored, cuts, others)
         if cuts is not None:
             divide_experts(model, cuts)
             model.to(device)
@@ -196,10 +213,10 @@ class _Loader:
         self.report(1.0)
         stage = body if isinstance(body, StageBody) else None
         return TransformersDecoder(
-            config=_found(config, hidden.sites, (0, config.num_layers) if stage is None else stage.junction.span),
+            config=_found(config, hidden, (0, config.num_layers) if stage is None else stage.junction.span),
             ops=self.backend.ops,
             embedding=embedding.detach(),
-            layers=_layers(hidden.sites, linears, head_name, self.backend),
+            layers=_layers(hidden, linears, head_name, self.backend),
             final_norm=embedding.new_empty(0),
             head=head,
             max_positions=self.max_positions,
@@ -281,27 +298,33 @@ def _compared(model: Any, body: Body, config: ModelConfig, device: torch.device)
     return Comparison(model, body, config, device)
 
 
-def _found(config: ModelConfig, sites: list[Site], span: tuple[int, int]) -> ModelConfig:
+def _found(config: ModelConfig, hidden: HiddenStates, span: tuple[int, int]) -> ModelConfig:
     """The configuration with what was found of attention: windows, of other stages' layers none."""
-    windows = tuple(site.heads.window for site in sites)
+    if hidden.states is not None:
+        return config
+    windows = tuple(site.heads.window for site in hidden.sites)
     behind = config.num_layers - span[1]
     return replace(config, windows=((None,) * span[0] + windows + (None,) * behind))
 
 
-def _layers(sites: list[Site], linears: list[EngineLinear], head: str, backend: LayerFactory) -> list[DecoderLayer]:
-    """One entry for every attention call, with the linears of its layer; the first call of a layer has them."""
+def _layers(hidden: HiddenStates, linears: list[EngineLinear], head: str, backend: LayerFactory) -> list[DecoderLayer]:
+    """One entry for every attention call, with the linears of its layer; the first call of a layer has them. One for
+    all states, with the linears of layers that do not attend."""
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
         if linear.name != head:
             by_layer.setdefault(linear.layer or 0, []).append(linear.linear)
     nothing = torch.empty(0)
     layers: list[DecoderLayer] = []
-    for site in sites:
+    for site in hidden.sites:
         at = layer_of(site.module)
         mine = tuple(by_layer.pop(len(layers) if at is None else at, ()))
         mixer = CachedLayer(backend.ops, site.heads, mine)
         rest = CachedLayer(backend.ops, site.heads, ())
         layers.append(DecoderLayer(nothing, mixer, nothing, rest))
+    if hidden.states is not None:
+        kept = KeptStates(backend.ops, hidden.states, tuple(chain.from_iterable(by_layer.values())))
+        layers.append(DecoderLayer(nothing, kept, nothing, KeptStates(backend.ops, hidden.states, ())))
     return layers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -28,10 +29,15 @@ from penstock.engine.models.transformers.comparison import refusal
 from penstock.engine.models.transformers.cuts import Cuts
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
 from penstock.engine.models.transformers.interface import register, use
+from penstock.engine.models.transformers.memory import CannotKeep, Memory, find_memory
+from penstock.engine.models.transformers.stateful import StatefulPass
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.errors import CheckpointError, ReplicaLost
 
 log = logging.getLogger(__name__)
+
+_STATES = ("mamba", "linear", "recurrent", "conv", "ssm", "rwkv", "hybrid")
+"""In `layer_types`: layers that keep something other than keys and values."""
 
 _NOT_OF_THE_MODEL = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide, ReplicaLost)
 """Raised in a pass, these say nothing of whether the engine's attention fits the model."""
@@ -52,6 +58,9 @@ def first_that_fits(
     heads = {} if cuts is None else cuts.heads
     settled = None if cuts is None or not heads else cuts.paged
     takes_positions = "position_ids" in signature(body.base.forward).parameters
+    memory = None if isinstance(body, StageBody) else _memory(body, config, backend.device)
+    if memory is not None:
+        return _stateful(body, memory, config, backend, dtype, check, positions=takes_positions, alone=alone)
     hidden: HiddenStates | None = None
     reason, refused = "it does not take positions", False
     if settled is False:
@@ -84,6 +93,71 @@ def first_that_fits(
     by_sequence = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
     check(by_sequence)
     return by_sequence
+
+
+def keeps_states(model: Any) -> bool:
+    """Whether a model says that its layers keep states other than keys and values."""
+    if getattr(model, "_is_stateful", False):
+        return True
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return any(state in str(kind) for kind in kinds for state in _STATES)
+
+
+def _memory(body: Body, config: ModelConfig, device: torch.device) -> Memory | None:
+    """How the model keeps states; None where it has keys and values only."""
+    if not keeps_states(body.base):
+        return None
+    use(body.base, "eager")
+    try:
+        return find_memory(body.base, partial(body.sample, device=device))
+    except _NOT_OF_THE_MODEL:
+        raise
+    except CannotKeep as error:
+        raise refusal(config, str(error)) from error
+    except Exception as error:  # whatever the library's code does with so few tokens
+        what = f"{type(error).__name__}: {error}"
+        raise refusal(config, f"what it keeps of earlier tokens could not be found ({what})") from error
+
+
+def _stateful(
+    body: Body,
+    memory: Memory,
+    config: ModelConfig,
+    backend: LayerFactory,
+    dtype: torch.dtype,
+    check: Callable[[HiddenStates], None],
+    *,
+    positions: bool,
+    alone: bool,
+) -> HiddenStates:
+    """For models that keep states."""
+    log.warning("%s: its layers keep states: sequences run one after the other", config.family)
+    tokens = partial(body.sample, device=backend.device)
+    reason = "they begin anew with several"
+    for continues in (True, False):
+        try:
+            if continues and not memory.continues(tokens, positions):
+                continue
+            found = StatefulPass(body, memory, positions, dtype, backend.device, continues=continues, alone=alone)
+            check(found)
+        except _NOT_OF_THE_MODEL:
+            raise
+        except Exception as error:
+            if not continues:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise refusal(config, str(error)) from error
+            reason = str(error)
+            continue
+        if not continues:
+            log.warning(
+                "%s: its layers compute one token at a time behind a state (%s): prompts that do not fit one step are "
+                "slow behind their first chunk",
+                config.family,
+                reason,
+            )
+        return found
+    raise AssertionError("the last attempt returns or raises")
 
 
 def own_layers(body: Body, config: ModelConfig) -> tuple[int, int]:
