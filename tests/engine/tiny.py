@@ -131,6 +131,9 @@ GLM_MOE: dict[str, Any] = {
     "head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 12, "num_experts_per_tok": 3,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_mtp_layers": 0,
 }  # fmt: skip
+ERNIE_MOE: dict[str, Any] = {
+    "moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+}  # fmt: skip
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -292,6 +295,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", {**GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4-moe-groups": ("Glm4MoeConfig", {**GLM_MOE, "n_group": 3, "topk_group": 2, "n_shared_experts": 2}),
     "glm4": ("Glm4Config", {"head_dim": 32}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 24}),
+    "seed-oss-biased": ("SeedOssConfig", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 24}),
+    "ernie4.5-biased": ("Ernie4_5Config", {"use_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    "ernie4.5-moe": ("Ernie4_5_MoeConfig", ERNIE_MOE),
+    "ernie4.5-moe-some-dense": (
+        "Ernie4_5_MoeConfig",
+        {
+            **ERNIE_MOE,
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 3,
+            "moe_num_shared_experts": 0,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

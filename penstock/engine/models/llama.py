@@ -182,7 +182,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
-        bias=read.get(corrected, moe.experts, dtype=torch.float32) if moe.correction_bias else None,
+        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias else None,
         groups=moe.groups,
         top_groups=moe.top_groups,
         group_score=moe.group_score,

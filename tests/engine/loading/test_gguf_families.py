@@ -52,6 +52,9 @@ ARCHITECTURES = {
     "glm4-moe": "glm4moe",
     "glm4-moe-groups": "glm4moe",
     "llama4": "llama4",
+    "seed-oss": "seed_oss",
+    "ernie4.5": "ernie4_5",
+    "ernie4.5-moe": "ernie4_5-moe",
 }
 SLOW = {"cohere-qknorm", "glm4-moe-groups", "granite-moe-shared", "mistral-window", "olmo3", "phi3-half-rotated"}
 ELSEWHERE = {
@@ -116,6 +119,8 @@ OTHER_NAMES = {
         "post_attention_layernorm": "post_attention_norm",
         **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "ernie4_5-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "llama4": {
         "feed_forward.router": "ffn_gate_inp",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
@@ -158,7 +163,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
             continue
         if suffix == "e_score_correction_bias":
-            tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor
+            tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor.reshape(-1)
             continue
         if suffix == "sinks":
             tensors[f"blk.{layer}.attn_sinks.weight"] = tensor
@@ -219,6 +224,15 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             "nextn_predict_layers": further,
         }
         keys["block_count"] += further
+    if arch == "ernie4_5-moe":
+        keys |= {
+            "expert_count": config["moe_num_experts"],
+            "expert_used_count": config["moe_k"],
+            "expert_shared_count": config["moe_num_shared_experts"],
+            "expert_shared_feed_forward_length": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
+            "interleave_moe_layer_step": config["moe_layer_interval"],
+            "leading_dense_block_count": config["moe_layer_start_index"],
+        }
     if arch == "llama4":
         keys |= {
             "feed_forward_length": config["intermediate_size_mlp"],

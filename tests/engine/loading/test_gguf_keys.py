@@ -75,6 +75,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4moe": {
         "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
     },
+    "ernie4_5-moe": {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
+    },
     "llama4": {
         "expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 8, "interleave_moe_layer_step": 1,
     },

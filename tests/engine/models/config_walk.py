@@ -113,6 +113,10 @@ BASES: dict[str, dict[str, Any]] = {
     "olmo3": {"hidden_act": "silu", "sliding_window": 20},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENT, "q_lora_rank": 10},
+    "seed_oss": {"hidden_act": "silu", "head_dim": 12, "attention_bias": True, "attention_out_bias": True},
+    "ernie4_5": {"hidden_act": "silu", "head_dim": 12, "use_bias": True},
+    "ernie4_5_moe": {"hidden_act": "silu", "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
+                     "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

@@ -10,6 +10,7 @@ from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
+from penstock.engine.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.falcon_h1 import FALCON_H1
 from penstock.engine.models.families.family import (
@@ -50,6 +51,7 @@ from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
+from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
@@ -115,6 +117,9 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         LLAMA4,
         EXAONE4,
+        SEED_OSS,
+        ERNIE4_5,
+        ERNIE4_5_MOE,
     )
 }
 """By `model_type`."""
