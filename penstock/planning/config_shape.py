@@ -68,7 +68,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         qkv_bias=model.qkv_bias,
         output_bias=model.output_bias,
         mlp_bias=model.mlp_bias,
-        qk_norm=model.qk_norm and not model.qk_layer_norm,
+        qk_norm=model.rotated_qk_norm or (model.qk_norm and not model.qk_layer_norm),
         whole_qk_norm=model.row_norms or model.qk_layer_norm,
         sandwich_norms=bool(names.mixer_out_norm and names.mixer_norm),
         one_norm=model.parallel,

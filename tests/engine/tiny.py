@@ -134,6 +134,9 @@ GLM_MOE: dict[str, Any] = {
 ERNIE_MOE: dict[str, Any] = {
     "moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
 }  # fmt: skip
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+HUNYUAN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 8, "moe_topk": 3}
+MINIMAX_M2: dict[str, Any] = {"head_dim": 32, "num_local_experts": 12, "num_experts_per_tok": 3}
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -310,6 +313,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 0,
         },
     ),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "rope_parameters": ALPHA_ROPE}),
+    "hunyuan-biased": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {**HUNYUAN_MOE, "rope_parameters": ALPHA_ROPE}),
+    "minimax-m2": ("MiniMaxM2Config", {**MINIMAX_M2, "rope_parameters": HALF_ROPE}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

@@ -55,6 +55,9 @@ ARCHITECTURES = {
     "seed-oss": "seed_oss",
     "ernie4.5": "ernie4_5",
     "ernie4.5-moe": "ernie4_5-moe",
+    "hunyuan": "hunyuan-dense",
+    "hunyuan-moe": "hunyuan-moe",
+    "minimax-m2": "minimax-m2",
 }
 SLOW = {"cohere-qknorm", "glm4-moe-groups", "granite-moe-shared", "mistral-window", "olmo3", "phi3-half-rotated"}
 ELSEWHERE = {
@@ -85,7 +88,10 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
@@ -119,6 +125,7 @@ OTHER_NAMES = {
         "post_attention_layernorm": "post_attention_norm",
         **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
+    "hunyuan-moe": {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "ernie4_5-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "llama4": {
@@ -202,7 +209,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         keys["attention.sliding_window"] = config["sliding_window"]
     count = config.get("num_local_experts") or config.get("num_experts")
     if count:
-        keys |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+        keys |= {"expert_count": count, "expert_used_count": config.get("num_experts_per_tok", 0)}
     if "moe_intermediate_size" in config:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
@@ -239,7 +246,16 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             "expert_feed_forward_length": config["intermediate_size"],
             "interleave_moe_layer_step": config["interleave_moe_layer_step"],
         }
-    if arch in ("phi3", "glm4", "glm4moe"):
+    if arch == "hunyuan-moe":
+        keys |= {"expert_used_count": config["moe_topk"], "expert_shared_count": 1}
+        keys |= {f"expert_{shared}feed_forward_length": config["intermediate_size"] for shared in ("", "shared_")}
+    if arch == "minimax-m2":
+        keys |= {"expert_feed_forward_length": config["intermediate_size"], "expert_gating_func": 2}
+    if "alpha" in rope:
+        dim = config["head_dim"]
+        keys["rope.freq_base"] *= rope["alpha"] ** (dim / (dim - 2))
+        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    if arch in ("phi3", "glm4", "glm4moe", "minimax-m2"):
         dim = config.get("head_dim") or config["hidden_size"] // heads
         keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):

@@ -75,6 +75,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4moe": {
         "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
     },
+    "hunyuan-moe": {"expert_count": 4, "expert_used_count": 2},
+    "minimax-m2": {"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 2},
     "ernie4_5-moe": {
         "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
     },

@@ -117,6 +117,12 @@ BASES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"hidden_act": "silu", "head_dim": 12, "use_bias": True},
     "ernie4_5_moe": {"hidden_act": "silu", "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
                      "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "hunyuan_v1_dense": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
+                         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 20.0,
+                                             "factor": 1.0}},
+    "hunyuan_v1_moe": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "moe_topk": 2},
+    "minimax_m2": {"hidden_act": "silu", "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                   "rotary_dim": 6},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
