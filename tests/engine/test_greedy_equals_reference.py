@@ -17,10 +17,13 @@ VARIANTS = {
     "qwen3.5-moe", "deepseek-v2-groups", "deepseek-v3-halves", "granite-moe-shared", "granite4-experts-nope",
     "cohere-qknorm", "exaone4-full", "llama4-plain", "glm4-moe-groups", "phi3-half-rotated",
     "granite4-hybrid-dense", "falcon-h1-biased", "falcon-h1-norm-first", "bamba", "nemotron-h-biased",
-    "nemotron-h-narrow-experts", "mamba2-biased",
+    "nemotron-h-narrow-experts", "mamba2-biased", "seed-oss-biased", "ernie4.5-biased", "ernie4.5-moe-some-dense",
+    "hunyuan-biased",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
-CASES = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in FAMILIES]
+COMBINED = {"seed-oss", "ernie4.5", "hunyuan-moe", "minimax-m2"}
+"""Families of parts that others have: in the slow suite too."""
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS | COMBINED else name for name in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=CASES)

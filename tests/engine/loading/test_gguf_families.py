@@ -59,7 +59,17 @@ ARCHITECTURES = {
     "hunyuan-moe": "hunyuan-moe",
     "minimax-m2": "minimax-m2",
 }
-SLOW = {"cohere-qknorm", "glm4-moe-groups", "granite-moe-shared", "mistral-window", "olmo3", "phi3-half-rotated"}
+SLOW = {
+    "ernie4.5",
+    "minimax-m2",
+    "seed-oss",
+    "cohere-qknorm",
+    "glm4-moe-groups",
+    "granite-moe-shared",
+    "mistral-window",
+    "olmo3",
+    "phi3-half-rotated",
+}
 ELSEWHERE = {
     "deepseek-v2-lite": "deepseek2",
     "deepseek-v3": "deepseek2",

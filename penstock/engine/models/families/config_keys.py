@@ -39,7 +39,8 @@ LIMITED: Mapping[str, Collection[Any]] = {
 NAMES = frozenset({
     "architectures", "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "auto_map", "dtype",
     "torch_dtype", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
-    "mask_token_id", "unk_token_id", "eod_token_id", "decoder_start_token_id", "prefix", "model_name", "unsloth_version",
+    "mask_token_id", "unk_token_id", "eod_token_id", "decoder_start_token_id", "prefix", "model_name",
+    "unsloth_version",
 })  # fmt: skip
 """Names, versions and token ids. The weights' type is the tensors' own; token ids matter to who generates."""
 

@@ -1,5 +1,5 @@
-"""MiniMax M2: experts chosen by corrected sigmoids; all queries of a token normalized together, and all its keys; a part
-of each head rotated."""
+"""MiniMax M2: experts chosen by corrected sigmoids; all queries of a token normalized together, and all its keys; a
+part of each head rotated."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ class Attention:
     query_scales: Tensor | None = None
     """float32 [positions]: what queries are multiplied by, after the rotation."""
     query_gains: Tensor | None = None
-    """float32 [head_dim]: what queries are multiplied by, after the rotation. Where norms of heads stand behind it: their
-    gains and those of keys, which are stored without. A rotation does not change a head's length, so that the norms
-    themselves may stand before it."""
+    """float32 [head_dim]: what queries are multiplied by, after the rotation. Where norms of heads stand behind it:
+    their gains and those of keys, which are stored without. A rotation does not change a head's length, so that the
+    norms themselves may stand before it."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
 
