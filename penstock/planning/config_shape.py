@@ -79,6 +79,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
         only=model.only,
+        gate=has_gate(model.activation),
     )
 
 

@@ -58,8 +58,13 @@ ARCHITECTURES = {
     "hunyuan": "hunyuan-dense",
     "hunyuan-moe": "hunyuan-moe",
     "minimax-m2": "minimax-m2",
+    "exaone-moe": "exaone-moe",
+    "dots1": "dots1",
+    "arcee": "arcee",
 }
 SLOW = {
+    "arcee",
+    "dots1",
     "ernie4.5",
     "minimax-m2",
     "seed-oss",
@@ -122,7 +127,7 @@ STACKS = {
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
-INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
 GLM_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 OTHER_NAMES = {
     "gemma2": GEMMA_NAMES,
@@ -137,6 +142,8 @@ OTHER_NAMES = {
     },
     "hunyuan-moe": {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "exaone-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "dots1": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "ernie4_5-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "llama4": {
         "feed_forward.router": "ffn_gate_inp",
@@ -227,19 +234,20 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             keys["expert_shared_feed_forward_length"] = config[width]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
-    if arch == "glm4moe":
+    if arch in ("glm4moe", "exaone-moe", "dots1"):
         keys |= {
-            "expert_count": config["n_routed_experts"],
+            "expert_count": config.get("n_routed_experts") or config["num_experts"],
             "expert_used_count": config["num_experts_per_tok"],
-            "expert_shared_count": config["n_shared_experts"],
+            "expert_shared_count": config.get("n_shared_experts") or config["num_shared_experts"],
             "leading_dense_block_count": config["first_k_dense_replace"],
             "expert_gating_func": 2,
             "expert_weights_scale": config["routed_scaling_factor"],
             "expert_weights_norm": config["norm_topk_prob"],
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
-            "nextn_predict_layers": further,
         }
+    if arch in ("glm4moe", "exaone-moe"):
+        keys["nextn_predict_layers"] = further
         keys["block_count"] += further
     if arch == "ernie4_5-moe":
         keys |= {

@@ -53,6 +53,7 @@ def requests() -> list[Request]:
         pytest.param("hunyuan-moe", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("minimax-m2", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("ernie4.5-moe", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("arcee", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("glm4-moe", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
@@ -76,6 +77,7 @@ def test_ranks_give_the_output_of_one_device(
         pytest.param("glm4", ATTENTION, marks=pytest.mark.slow),
         pytest.param("glm4-moe", ATTENTION, marks=pytest.mark.slow),
         pytest.param("hunyuan", ATTENTION, marks=pytest.mark.slow),
+        pytest.param("arcee", (*ATTENTION, "up_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("llama4", ATTENTION, marks=pytest.mark.slow),
     ],
 )

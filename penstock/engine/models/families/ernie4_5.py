@@ -21,6 +21,7 @@ from penstock.engine.models.families.family import (
     layer_count,
     number,
 )
+from penstock.engine.models.families.sigmoid_experts import SHARED_TENSORS
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig
 from penstock.errors import CheckpointError
@@ -117,9 +118,7 @@ ERNIE4_5_MOE = Family(
         }),
         windowed=False,
         tensors={
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            **SHARED_TENSORS,
             "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
         },
     ),
