@@ -148,7 +148,8 @@ def load_mtp(
 
 
 def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -> ModelConfig:
-    """The target with the MTP layer in place of its own: full attention, and experts if the layer has a router."""
+    """The target with the MTP layer in place of its own: full attention with rotary embedding, and experts if the
+    layer has a router."""
     moe, tensors = target.moe, family_of(target.family).names
     if moe is not None:
         routed = f"{layout.layer}{tensors.moe}{tensors.router}.weight" in names
@@ -157,6 +158,7 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         target,
         num_layers=1,
         windows=(None,),
+        unrotated=(),
         moe=moe,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),
     )

@@ -64,6 +64,8 @@ ARCHITECTURES = {
 }
 SLOW = {
     "arcee",
+    "exaone-moe",
+    "hunyuan",
     "dots1",
     "ernie4.5",
     "minimax-m2",

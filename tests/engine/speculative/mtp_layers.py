@@ -23,6 +23,8 @@ def write_mtp(family: str, folder: Path) -> Path:
     changes = {key: value for key, value in ONE_LAYER.items() if key in config or key == "full_attention_interval"}
     if "layer_types" in config:
         changes["layer_types"] = ["full_attention"]
+    if "mlp_layer_types" in config:
+        changes["mlp_layer_types"] = ["sparse"]
     qwen = family.startswith("qwen")
     if not qwen:
         changes.pop("full_attention_interval")
