@@ -248,6 +248,8 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
         }
+    if arch == "exaone-moe":
+        keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     if arch in ("glm4moe", "exaone-moe"):
         keys["nextn_predict_layers"] = further
         keys["block_count"] += further
@@ -331,13 +333,14 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_the_drafting_layer_of_a_converted_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm4-moe", "exaone-moe"])
+def test_the_drafting_layer_of_a_converted_model(family: str, tmp_path: Path) -> None:
     """Counted with the others and named apart: it is no part of the decoder, and drafts with `speculation: mtp`."""
-    folder = write_mtp("glm4-moe", tmp_path)
+    folder = write_mtp(family, tmp_path)
     request = greedy("a", [23 * i % 199 for i in range(40)], 12)
     expected = generate(make_engine(folder), request)
     further = json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers") or 1
-    file = convert(folder, "glm4moe", further=further)
+    file = convert(folder, ARCHITECTURES[family], further=further)
     assert generate(make_engine(file), request) == expected
     alone, engine = (eager_engine(source, speculation="mtp") for source in (folder, file))
     assert generate(engine, request) == generate(alone, request) == expected
