@@ -72,7 +72,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         qkv_bias=model.qkv_bias,
         output_bias=model.output_bias,
         mlp_bias=model.mlp_bias,
-        qk_norm=model.qk_norm and not model.qk_layer_norm,
+        qk_norm=model.rotated_qk_norm or (model.qk_norm and not model.qk_layer_norm),
         whole_qk_norm=model.row_norms or model.qk_layer_norm,
         sandwich_norms=bool(names.mixer_out_norm and names.mixer_norm),
         one_norm=model.parallel,
@@ -83,6 +83,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
         only=model.only,
+        gate=has_gate(model.activation),
     )
 
 

@@ -203,6 +203,8 @@ class ModelShape:
     mamba: Mamba | None = None
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
+    gate: bool = True
+    """Whether dense feed-forwards have a gate, where layers have both parts."""
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -278,8 +280,9 @@ class ModelShape:
             small = hidden
         moe = self.moe
         if moe is None or not routed:
-            small += 2 * self.ffn + hidden if self.mlp_bias else 0
-            return LayerParts(query_output, key_value, latent, 3 * hidden * self.ffn, 0, 0, small)
+            matrices = 3 if self.gate else 2
+            small += (matrices - 1) * self.ffn + hidden if self.mlp_bias else 0
+            return LayerParts(query_output, key_value, latent, matrices * hidden * self.ffn, 0, 0, small)
         ups = 2 if moe.gate else 1
         if moe.bias:
             small += moe.experts * (ups * moe.ffn + hidden)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from penstock.engine.models.families import FAMILIES
 from tests.engine.tiny import COMMON
 
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.4}
@@ -263,6 +265,13 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 """The last ones have attention of their own, or layers that keep states."""
 STATEFUL = list(FOREIGN)[list(FOREIGN).index("jamba") :]
 """Those with such layers."""
+
+
+def without_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all of them through `transformers`, also those that a family took over: what a test promises of models of
+    that shape is then tried with more shapes."""
+    for name in FOREIGN:
+        monkeypatch.delitem(FAMILIES, name.partition("-")[0], raising=False)
 
 
 def write_foreign(model_type: str, folder: Path, **changes: Any) -> Path:

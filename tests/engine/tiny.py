@@ -132,6 +132,26 @@ GLM_MOE: dict[str, Any] = {
     "head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 12, "num_experts_per_tok": 3,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_mtp_layers": 0,
 }  # fmt: skip
+ERNIE_MOE: dict[str, Any] = {
+    "moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+}  # fmt: skip
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+HUNYUAN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 8, "moe_topk": 3}
+MINIMAX_M2: dict[str, Any] = {"head_dim": 32, "num_local_experts": 12, "num_experts_per_tok": 3}
+CORRECTED: dict[str, Any] = {
+    "moe_intermediate_size": 32, "num_experts_per_tok": 3, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
+}  # fmt: skip
+GLM4_LITE: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}, **CORRECTED,
+}  # fmt: skip
+EXAONE_MOE: dict[str, Any] = {
+    **CORRECTED, "head_dim": 32, "num_experts": 12, "sliding_window": 40, "num_shared_experts": 1,
+}  # fmt: skip
+DOTS1: dict[str, Any] = {
+    **CORRECTED, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "sliding_window": None,
+}  # fmt: skip
+SOLAR: dict[str, Any] = {**CORRECTED, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 1}
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -298,6 +318,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", {**GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
     "glm4-moe-groups": ("Glm4MoeConfig", {**GLM_MOE, "n_group": 3, "topk_group": 2, "n_shared_experts": 2}),
     "glm4": ("Glm4Config", {"head_dim": 32}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 24}),
+    "seed-oss-biased": ("SeedOssConfig", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 24}),
+    "ernie4.5-biased": ("Ernie4_5Config", {"use_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    "ernie4.5-moe": ("Ernie4_5_MoeConfig", ERNIE_MOE),
+    "ernie4.5-moe-some-dense": (
+        "Ernie4_5_MoeConfig",
+        {
+            **ERNIE_MOE,
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 3,
+            "moe_num_shared_experts": 0,
+        },
+    ),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 32, "rope_parameters": ALPHA_ROPE}),
+    "hunyuan-biased": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {**HUNYUAN_MOE, "rope_parameters": ALPHA_ROPE}),
+    "minimax-m2": ("MiniMaxM2Config", {**MINIMAX_M2, "rope_parameters": HALF_ROPE}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", GLM4_LITE),
+    "glm4-moe-lite-some-dense": (
+        "Glm4MoeLiteConfig",
+        {**GLM4_LITE, "mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "exaone-moe": ("ExaoneMoeConfig", {**EXAONE_MOE, "layer_types": TWO_IN_THREE}),
+    "exaone-moe-full": (
+        "ExaoneMoeConfig",
+        {
+            **EXAONE_MOE,
+            "layer_types": [FULL] * 3,
+            "sliding_window": 1 << 20,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "dots1": ("Dots1Config", DOTS1),
+    "dots1-window": (
+        "Dots1Config",
+        {**DOTS1, "sliding_window": 40, "max_window_layers": 1, "n_group": 3, "topk_group": 2, "attention_bias": True},
+    ),
+    "solar-open": ("SolarOpenConfig", {**SOLAR, "attention_bias": True}),
+    "cwm": ("CwmConfig", {"bos_token_id": 1, "head_dim": 32, "sliding_window": 40, "rope_parameters": LLAMA3_ROPE}),
+    "arcee": ("ArceeConfig", {}),
+    "arcee-biased": ("ArceeConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN_ROPE}),
+    "flex-olmo": ("FlexOlmoConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "mellum": (
+        "MellumConfig",
+        {
+            **QWEN_MOE,
+            "sliding_window": 40,
+            "layer_types": TWO_IN_THREE,
+            "rope_parameters": OLMO3_ROPES,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

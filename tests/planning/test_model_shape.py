@@ -31,18 +31,19 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa")
+OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "head_dim": None,
 }  # fmt: skip
 INDEX = {"q_lora_rank": 24, "index_head_dim": 12, "index_n_heads": 6, "index_topk": 24, "first_k_dense_replace": 1}
+CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
 MAMBA2 = {"num_heads": 2 * TINY["hidden_size"] // 8, "head_dim": 8, "n_groups": 2}
-NAMED = ("mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", *OVER_LATENTS)
+NAMED = ("mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", *OVER_LATENTS)
 """Families that are not counted in their default form alone."""
 
 
@@ -76,6 +77,9 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("kimi_k2", **LATENT, q_lora_rank=24, n_group=1, topk_group=1, first_k_dense_replace=1),
         of("deepseek_v32", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
         of("glm_moe_dsa", **LATENT, **INDEX, n_group=1, topk_group=1, indexer_types=["full", "full", "shared"]),
+        of("glm4_moe_lite", **LATENT, q_lora_rank=24),
+        of("dots1", **CORRECTED, first_k_dense_replace=1),
+        of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),
         of("granitemoehybrid", **GRANITE4),
         of("granitemoehybrid", **GRANITE4 | {"num_local_experts": 0}),

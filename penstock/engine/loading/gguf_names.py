@@ -105,8 +105,8 @@ def layer_names(family: Family) -> dict[str, str]:
         "attn_norm": names.mixer_norm,
         "attn_qkv": names.attention + names.fused_qkv,
         "attn_output": names.attention + names.output,
-        "attn_q_norm": names.attention + "q_norm",
-        "attn_k_norm": names.attention + "k_norm",
+        "attn_q_norm": names.attention + names.head_norms[0],
+        "attn_k_norm": names.attention + names.head_norms[1],
         "ffn_down": names.mlp + names.down,
         "ffn_gate_inp": names.moe + names.router,
     }

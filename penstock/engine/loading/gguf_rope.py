@@ -15,7 +15,7 @@ from penstock.engine.models.families.family import short_decimal
 from penstock.errors import CheckpointError
 
 _TYPES = ("none", "linear", "yarn", "longrope")
-_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4")
+_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4", "exaone-moe", "arcee")
 """Architectures whose files may hold divisors of frequencies."""
 
 

@@ -140,6 +140,9 @@ class ShapeReader(WeightReader):
         self.shapes[name] = shape
         return torch.empty(shape, device="meta")
 
+    def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.get(name, size)
+
     def unshifted(self, name: str, size: int) -> Tensor:
         self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)

@@ -111,11 +111,13 @@ def compose_attention(context: LayerContext) -> Attention:
         ((config.num_heads, dim), (config.num_kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     )
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
-    ones = read.ones(dim) if config.unweighted_qk_norm and not unrotated else None
+    plain_norms = config.rotated_qk_norm or (config.unweighted_qk_norm and not unrotated)
+    ones = read.ones(dim) if plain_norms else None
     growth = config.query_growth
     if growth is not None and not growth.everywhere and not unrotated:
         growth = None
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
+    q_norm, k_norm = (prefix + name for name in names.head_norms)
     return Attention(
         ops=context.inner,
         attention_ops=read.backend.ops,
@@ -133,11 +135,10 @@ def compose_attention(context: LayerContext) -> Attention:
             centred_norms=config.qk_layer_norm,
         ),
         cos_sin=context.cos_sin,
-        q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else ones,
-        k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else ones,
-        row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
-        if config.row_norms
-        else None,
+        q_norm=read.norm(q_norm, *q_gains) if config.qk_norm else ones,
+        k_norm=read.norm(k_norm, *k_gains) if config.qk_norm else ones,
+        row_norms=RowNorms(read.norm(q_norm, q_size), read.norm(k_norm, kv_size)) if config.row_norms else None,
+        query_gains=read.norm(q_norm, dim).float() * read.norm(k_norm, dim).float() if config.rotated_qk_norm else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
@@ -182,7 +183,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
-        bias=read.get(corrected, moe.experts, dtype=torch.float32) if moe.correction_bias else None,
+        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias else None,
         groups=moe.groups,
         top_groups=moe.top_groups,
         group_score=moe.group_score,

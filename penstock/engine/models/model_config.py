@@ -225,6 +225,8 @@ class ModelConfig:
     """Whether each head of queries and keys is normalized."""
     unweighted_qk_norm: bool = False
     """Whether that is so in layers with rotary embedding, and without weights."""
+    rotated_qk_norm: bool = False
+    """Whether each head of queries and keys is normalized behind the rotation, not before it."""
     qk_layer_norm: bool = False
     """Whether that is a LayerNorm with weights of its own for every head."""
     row_norms: bool = False

@@ -82,6 +82,11 @@ class WeightReader:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self.backend.device, dtype=dtype or self._dtype)
 
+    def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A vector, which some checkpoints store as a matrix of one row."""
+        one_row = name in self.names and self.weights.tensor(name).ndim == 2
+        return self.get(name, *((1, size) if one_row else (size,)), dtype=dtype).view(size)
+
     def touch(self, prefix: str) -> None:
         """Read tensors and forget them, so that they are in memory when they are wanted."""
         for name in self.names:

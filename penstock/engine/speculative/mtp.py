@@ -153,7 +153,8 @@ def load_mtp(
 
 
 def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -> ModelConfig:
-    """The target with the MTP layer in place of its own: full attention, and experts if the layer has a router."""
+    """The target with the MTP layer in place of its own: full attention with rotary embedding, and experts if the
+    layer has a router."""
     latent = target.latent
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, layers=(True,)))
@@ -165,6 +166,7 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         target,
         num_layers=1,
         windows=(None,),
+        unrotated=(),
         moe=moe,
         latent=latent,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),

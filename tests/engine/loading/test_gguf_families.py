@@ -52,8 +52,31 @@ ARCHITECTURES = {
     "glm4-moe": "glm4moe",
     "glm4-moe-groups": "glm4moe",
     "llama4": "llama4",
+    "seed-oss": "seed_oss",
+    "ernie4.5": "ernie4_5",
+    "ernie4.5-moe": "ernie4_5-moe",
+    "hunyuan": "hunyuan-dense",
+    "hunyuan-moe": "hunyuan-moe",
+    "minimax-m2": "minimax-m2",
+    "exaone-moe": "exaone-moe",
+    "dots1": "dots1",
+    "arcee": "arcee",
 }
-SLOW = {"cohere-qknorm", "glm4-moe-groups", "granite-moe-shared", "mistral-window", "olmo3", "phi3-half-rotated"}
+SLOW = {
+    "arcee",
+    "exaone-moe",
+    "hunyuan",
+    "dots1",
+    "ernie4.5",
+    "minimax-m2",
+    "seed-oss",
+    "cohere-qknorm",
+    "glm4-moe-groups",
+    "granite-moe-shared",
+    "mistral-window",
+    "olmo3",
+    "phi3-half-rotated",
+}
 ELSEWHERE = {
     "deepseek-v2-lite": "deepseek2",
     "deepseek-v3": "deepseek2",
@@ -82,7 +105,10 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
@@ -103,7 +129,7 @@ STACKS = {
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
-INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
 GLM_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 OTHER_NAMES = {
     "gemma2": GEMMA_NAMES,
@@ -116,6 +142,11 @@ OTHER_NAMES = {
         "post_attention_layernorm": "post_attention_norm",
         **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
+    "hunyuan-moe": {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "exaone-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "dots1": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "ernie4_5-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "llama4": {
         "feed_forward.router": "ffn_gate_inp",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
@@ -158,7 +189,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
             continue
         if suffix == "e_score_correction_bias":
-            tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor
+            tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor.reshape(-1)
             continue
         if suffix == "sinks":
             tensors[f"blk.{layer}.attn_sinks.weight"] = tensor
@@ -197,7 +228,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         keys["attention.sliding_window"] = config["sliding_window"]
     count = config.get("num_local_experts") or config.get("num_experts")
     if count:
-        keys |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+        keys |= {"expert_count": count, "expert_used_count": config.get("num_experts_per_tok", 0)}
     if "moe_intermediate_size" in config:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
@@ -205,27 +236,48 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             keys["expert_shared_feed_forward_length"] = config[width]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
-    if arch == "glm4moe":
+    if arch in ("glm4moe", "exaone-moe", "dots1"):
         keys |= {
-            "expert_count": config["n_routed_experts"],
+            "expert_count": config.get("n_routed_experts") or config["num_experts"],
             "expert_used_count": config["num_experts_per_tok"],
-            "expert_shared_count": config["n_shared_experts"],
+            "expert_shared_count": config.get("n_shared_experts") or config["num_shared_experts"],
             "leading_dense_block_count": config["first_k_dense_replace"],
             "expert_gating_func": 2,
             "expert_weights_scale": config["routed_scaling_factor"],
             "expert_weights_norm": config["norm_topk_prob"],
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
-            "nextn_predict_layers": further,
         }
+    if arch == "exaone-moe":
+        keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if arch in ("glm4moe", "exaone-moe"):
+        keys["nextn_predict_layers"] = further
         keys["block_count"] += further
+    if arch == "ernie4_5-moe":
+        keys |= {
+            "expert_count": config["moe_num_experts"],
+            "expert_used_count": config["moe_k"],
+            "expert_shared_count": config["moe_num_shared_experts"],
+            "expert_shared_feed_forward_length": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
+            "interleave_moe_layer_step": config["moe_layer_interval"],
+            "leading_dense_block_count": config["moe_layer_start_index"],
+        }
     if arch == "llama4":
         keys |= {
             "feed_forward_length": config["intermediate_size_mlp"],
             "expert_feed_forward_length": config["intermediate_size"],
             "interleave_moe_layer_step": config["interleave_moe_layer_step"],
         }
-    if arch in ("phi3", "glm4", "glm4moe"):
+    if arch == "hunyuan-moe":
+        keys |= {"expert_used_count": config["moe_topk"], "expert_shared_count": 1}
+        keys |= {f"expert_{shared}feed_forward_length": config["intermediate_size"] for shared in ("", "shared_")}
+    if arch == "minimax-m2":
+        keys |= {"expert_feed_forward_length": config["intermediate_size"], "expert_gating_func": 2}
+    if "alpha" in rope:
+        dim = config["head_dim"]
+        keys["rope.freq_base"] *= rope["alpha"] ** (dim / (dim - 2))
+        keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    if arch in ("phi3", "glm4", "glm4moe", "minimax-m2"):
         dim = config.get("head_dim") or config["hidden_size"] // heads
         keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):
@@ -281,13 +333,14 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_the_drafting_layer_of_a_converted_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm4-moe", "exaone-moe"])
+def test_the_drafting_layer_of_a_converted_model(family: str, tmp_path: Path) -> None:
     """Counted with the others and named apart: it is no part of the decoder, and drafts with `speculation: mtp`."""
-    folder = write_mtp("glm4-moe", tmp_path)
+    folder = write_mtp(family, tmp_path)
     request = greedy("a", [23 * i % 199 for i in range(40)], 12)
     expected = generate(make_engine(folder), request)
     further = json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers") or 1
-    file = convert(folder, "glm4moe", further=further)
+    file = convert(folder, ARCHITECTURES[family], further=further)
     assert generate(make_engine(file), request) == expected
     alone, engine = (eager_engine(source, speculation="mtp") for source in (folder, file))
     assert generate(engine, request) == generate(alone, request) == expected

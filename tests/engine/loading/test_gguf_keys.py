@@ -75,6 +75,18 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4moe": {
         "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
     },
+    "exaone-moe": {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
+        "attention.sliding_window": 30,
+    },
+    "dots1": {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
+    },
+    "hunyuan-moe": {"expert_count": 4, "expert_used_count": 2},
+    "minimax-m2": {"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 2},
+    "ernie4_5-moe": {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, "expert_shared_count": 1,
+    },
     "llama4": {
         "expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 8, "interleave_moe_layer_step": 1,
     },
@@ -144,7 +156,7 @@ def _means_nothing(key: str, value: Any, arch: str) -> bool:
         return True  # it has no attention, no positions and no feed-forward
     if arch == "nemotron_h" and key.startswith(("expert_", "moe_")):
         return True  # of experts that the file does not have
-    said = ("deepseek2", "glm4moe", "nemotron_h_moe")  # which say so where they do
+    said = ("deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1")  # which say so where they do
     normalized = key == "expert_weights_norm" and arch not in said
     return value is (normalized or key == "attention.causal")
 

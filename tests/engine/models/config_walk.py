@@ -54,6 +54,10 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2,
 }  # fmt: skip
 DSA: dict[str, Any] = {**LATENT, "q_lora_rank": 10, "index_topk": 20, "index_head_dim": 12, "index_n_heads": 12}
+CORRECTED: dict[str, Any] = {
+    "hidden_act": "silu", "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
+    "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
@@ -116,6 +120,32 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "q_lora_rank": 10},
     "deepseek_v32": DSA,
     "glm_moe_dsa": {**DSA, "index_topk_freq": 2, "rms_norm_eps": 1e-4},
+    "seed_oss": {"hidden_act": "silu", "head_dim": 12, "attention_bias": True, "attention_out_bias": True},
+    "ernie4_5": {"hidden_act": "silu", "head_dim": 12, "use_bias": True},
+    "ernie4_5_moe": {"hidden_act": "silu", "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
+                     "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "hunyuan_v1_dense": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
+                         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 20.0,
+                                             "factor": 1.0}},
+    "hunyuan_v1_moe": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "moe_topk": 2},
+    "minimax_m2": {"hidden_act": "silu", "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                   "rotary_dim": 6},
+    "glm4_moe_lite": {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+                      "q_lora_rank": 10},
+    "exaone_moe": {**CORRECTED, "num_experts": 6, "num_shared_experts": 1, "sliding_window": 20, "head_dim": 12,
+                   "sliding_window_pattern": 2},
+    "dots1": {**CORRECTED, "n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 12,
+              "sliding_window": 20, "max_window_layers": 2},
+    "solar_open": {**CORRECTED, "n_routed_experts": 6, "n_shared_experts": 1, "head_dim": 12,
+                   "attention_bias": True},
+    "cwm": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12, "bos_token_id": 1},
+    "arcee": {"hidden_act": "relu2", "head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    "flex_olmo": {"hidden_act": "silu", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "mellum": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 16, "sliding_window": 20, "layer_types": [FULL, SLIDING] * 2,
+               "rope_theta": ABSENT,
+               "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5000.0},
+                                   SLIDING: {"rope_type": "default", "rope_theta": 700.0}}},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
@@ -166,6 +196,7 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     # A bound that does not bind: the reference's one-token step has none, its pass over whole sequences does.
     "time_step_min": (0.0, 1e-4, None, "x"),
     "mamba_dt_min": (0.0, 1e-4, None, "x"),
+    "mlp_layer_types": (["dense", "sparse"] * 2, ["sparse"] * 4, ["dense"] * 4, ["dense"], ["other"] * 4, "sparse", 3),
     "rope_parameters": ROPES,
     "rope_scaling": ROPES,
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),

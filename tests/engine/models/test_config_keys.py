@@ -141,6 +141,8 @@ def test_sizes_left_out_are_the_references(family: str) -> None:
             changes["layer_types"] = ["full_attention"] * reference_of(family)[key]
         if key == "num_attention_heads" and "kv_lora_rank" in BASES[family]:
             changes["num_key_value_heads"] = ABSENT
+        if family == "cwm" and key == "num_attention_heads":
+            changes["hidden_size"] = reference_of(family)[key] * 8  # which the reference divides by it
         if family == "mamba2" and key == "hidden_size":
             changes["num_heads"] = reference_of(family)["expand"] * reference_of(family)[key] // 8
         config = Case(family, changes).config

@@ -17,7 +17,7 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
 from tests.engine.tiny import FAMILIES as TINY
 
-FAMILIES = ("cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4")
+FAMILIES = ("cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
 
@@ -50,6 +50,10 @@ def requests() -> list[Request]:
         pytest.param("exaone4", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("glm4", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("glm4-moe", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("hunyuan-moe", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("minimax-m2", 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param("ernie4.5-moe", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("arcee", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("glm4-moe", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
@@ -72,6 +76,8 @@ def test_ranks_give_the_output_of_one_device(
         pytest.param("exaone4", (*ATTENTION, "down_proj"), marks=pytest.mark.slow),
         pytest.param("glm4", ATTENTION, marks=pytest.mark.slow),
         pytest.param("glm4-moe", ATTENTION, marks=pytest.mark.slow),
+        pytest.param("hunyuan", ATTENTION, marks=pytest.mark.slow),
+        pytest.param("arcee", (*ATTENTION, "up_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("llama4", ATTENTION, marks=pytest.mark.slow),
     ],
 )

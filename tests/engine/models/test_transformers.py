@@ -188,7 +188,7 @@ def write_lora(
         ("bloom", ("query_key_value", "dense_4h_to_h"), {}),
         ("gpt2", ("c_attn", "mlp.c_proj"), {"transposed": True}),
         ("gpt2", ("c_attn", "mlp.c_proj"), {"transposed": True, "dora": True}),
-        ("dots1", ("q_proj", "o_proj"), {}),
+        ("phimoe", ("q_proj", "o_proj"), {}),
     ],
 )
 def test_an_adapter_equals_merging_it(

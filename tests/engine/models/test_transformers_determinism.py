@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.request import Request, SamplingParams
-from tests.engine.foreign import write_foreign
+from tests.engine.foreign import without_families, write_foreign
 from tests.engine.harness import assert_idle, make_engine
 from tests.engine.models.test_transformers import prompt_of, write_lora
 from tests.engine.parallel.threads import threaded_engine
@@ -30,6 +30,11 @@ CASES: list[Any] = [
         for settings in ({}, {"weights": "int8"}, {"threads": 2})
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 @native

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.models.transformers.experts import DividedExperts
 from penstock.errors import ConfigError
-from tests.engine.foreign import write_foreign
+from tests.engine.foreign import without_families, write_foreign
 from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.models.test_transformers import prompt_of
 from tests.engine.parallel.threads import threaded_engine
@@ -28,6 +28,11 @@ CASES = [
     for name in TYPES
     for attention, grid in GRIDS
 ]
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 @pytest.mark.parametrize(("model_type", "attention", "grid"), CASES)

@@ -32,7 +32,7 @@ from penstock.engine.models.transformers.hidden import PackedPass, SequencePass
 from penstock.engine.parallel.groups import Groups
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, ConfigError
-from tests.engine.foreign import STATEFUL, write_foreign
+from tests.engine.foreign import STATEFUL, without_families, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy
 from tests.engine.models.test_transformers import WITHOUT_FAMILY, prompt_of, write_lora
 from tests.engine.models.test_transformers_stored import PROMPTS, is_linear
@@ -51,6 +51,11 @@ CASES = [
     if name not in STATEFUL
     for tensor, pipeline in ((1, 2), (2, 1), (2, 2))
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 @pytest.mark.parametrize(("model_type", "tensor", "pipeline"), CASES)

@@ -24,7 +24,7 @@ def write_mtp(family: str, folder: Path) -> Path:
     indexed = "index_topk" in config
     if "layer_types" in config:
         changes["layer_types"] = ["indexed_attention" if indexed else "full_attention"]
-    if indexed:
+    if "mlp_layer_types" in config:
         changes["mlp_layer_types"] = ["sparse"]
     if "indexer_types" in config:
         changes["indexer_types"] = ["full"]

@@ -20,8 +20,9 @@ CASES = ["glm4-moe", "deepseek-v3", "qwen3-next"]
 
 
 FURTHER = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
-] + [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-v32", "glm-dsa")]
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v32", "glm-dsa")
+]
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", *FURTHER])

@@ -5,13 +5,18 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.arcee import ARCEE
 from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.cwm import CWM
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
+from penstock.engine.models.families.dots1 import DOTS1
+from penstock.engine.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from penstock.engine.models.families.exaone4 import EXAONE4
+from penstock.engine.models.families.exaone_moe import EXAONE_MOE
 from penstock.engine.models.families.falcon_h1 import FALCON_H1
 from penstock.engine.models.families.family import (
     ConfigFields,
@@ -25,17 +30,22 @@ from penstock.engine.models.families.family import (
     short_decimal,
     windows_by_type,
 )
+from penstock.engine.models.families.flex_olmo import FLEX_OLMO
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
+from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
+from penstock.engine.models.families.mellum import MELLUM
+from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
@@ -51,7 +61,9 @@ from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
+from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
+from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -118,6 +130,20 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         LLAMA4,
         EXAONE4,
+        SEED_OSS,
+        ERNIE4_5,
+        ERNIE4_5_MOE,
+        HUNYUAN,
+        HUNYUAN_MOE,
+        MINIMAX_M2,
+        GLM4_MOE_LITE,
+        EXAONE_MOE,
+        DOTS1,
+        SOLAR_OPEN,
+        CWM,
+        ARCEE,
+        FLEX_OLMO,
+        MELLUM,
     )
 }
 """By `model_type`."""

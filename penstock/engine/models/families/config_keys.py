@@ -39,7 +39,8 @@ LIMITED: Mapping[str, Collection[Any]] = {
 NAMES = frozenset({
     "architectures", "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "auto_map", "dtype",
     "torch_dtype", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
-    "mask_token_id", "unk_token_id", "decoder_start_token_id", "prefix", "model_name", "unsloth_version",
+    "mask_token_id", "unk_token_id", "eod_token_id", "decoder_start_token_id", "prefix", "model_name",
+    "unsloth_version",
 })  # fmt: skip
 """Names, versions and token ids. The weights' type is the tensors' own; token ids matter to who generates."""
 
@@ -47,7 +48,7 @@ TRAINING = frozenset({
     "initializer_range", "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
     "classifier_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef", "router_jitter_noise",
     "gradient_checkpointing", "finetuning_task", "task_specific_params", "problem_type", "tf_legacy_loss",
-    "use_bfloat16", "aux_loss_alpha", "seq_aux", "ep_size",
+    "use_bfloat16", "aux_loss_alpha", "seq_aux", "ep_size", "residual_dropout",
 })  # fmt: skip
 """Used while training, or by the heads of fine-tuned classifiers, which decoders do not have."""
 

@@ -35,17 +35,19 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-6
 """Of the norms inside attention, whatever `rms_norm_eps` is."""
-_KEYS = frozenset({
-    "attention_bias", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "n_group", "topk_group",
-    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    "routed_scaling_factor",
-    "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers",
+LATENT_KEYS = frozenset({
+    "attention_bias", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
+    "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers",
 })  # fmt: skip
-_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
+_KEYS = LATENT_KEYS | {
+    "first_k_dense_replace", "n_group", "topk_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+}  # fmt: skip
+LATENT_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
 _LIMITS: Mapping[str, Any] = {"hidden_act": SILU, "moe_layer_freq": (1,)}
 
 
-def _architecture() -> Architecture:
+def latent_architecture() -> Architecture:
     from penstock.engine.models.latent import LATENT_LIKE
 
     return LATENT_LIKE
@@ -59,7 +61,7 @@ def _count(raw: HFConfig, key: str) -> int:
     return value
 
 
-def _optional_flag(raw: HFConfig, key: str) -> bool:
+def optional_flag(raw: HFConfig, key: str) -> bool:
     """Null is false, as in the reference."""
     return raw.get(key) is not None and flag(raw, key)
 
@@ -142,14 +144,14 @@ def _v3_fields(raw: HFConfig) -> ConfigFields:
     moe = _experts(
         raw,
         "num_local_experts",
-        normalize=_optional_flag(raw, "norm_topk_prob"),
+        normalize=optional_flag(raw, "norm_topk_prob"),
         scoring="sigmoid",
         correction_bias=True,
         groups=integer(raw, "n_group"),
         top_groups=integer(raw, "topk_group"),
         group_score="best_two",
     )
-    return {**latent_fields(raw, interleaved=_optional_flag(raw, "rope_interleave")), "moe": moe}
+    return {**latent_fields(raw, interleaved=optional_flag(raw, "rope_interleave")), "moe": moe}
 
 
 DEEPSEEK_V2 = Family(
@@ -159,8 +161,8 @@ DEEPSEEK_V2 = Family(
     reads=_KEYS | {"num_experts", "topk_method", "mlp_bias"},
     limits={**_LIMITS, "scoring_func": ("softmax",)},
     gguf=V2_FORMAT,
-    names=_NAMES,
-    architecture=_architecture,
+    names=LATENT_NAMES,
+    architecture=latent_architecture,
 )
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
@@ -169,8 +171,9 @@ DEEPSEEK_V3 = Family(
     reads=_KEYS | {"num_local_experts", "rope_interleave"},
     limits={**_LIMITS, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     gguf=V3_FORMAT,
-    names=_NAMES,
-    architecture=_architecture,
+    names=LATENT_NAMES,
+    multimodal_type="kimi_k25",
+    architecture=latent_architecture,
 )
 KIMI_K2 = Family(
     model_type="kimi_k2",
@@ -180,6 +183,6 @@ KIMI_K2 = Family(
     limits=DEEPSEEK_V3.limits,
     gguf=GGUFFormat(architectures=()),
     reference="deepseek_v3",
-    names=_NAMES,
-    architecture=_architecture,
+    names=LATENT_NAMES,
+    architecture=latent_architecture,
 )

@@ -23,7 +23,8 @@ _PERIOD = 4
 _LARGEST_LAYERS, _LARGEST_WINDOW = 64, 4096
 
 
-def _fields(raw: HFConfig) -> ConfigFields:
+def exaone_attention(raw: HFConfig) -> ConfigFields:
+    """Head norms; windows, and no rotary embedding in the other layers."""
     if window_of(raw) is None:
         return {"qk_norm": True}
     given = raw.get("layer_types") is not None
@@ -41,7 +42,7 @@ def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
 EXAONE4 = Family(
     model_type="exaone4",
     class_name="Exaone4ForCausalLM",
-    fields=_fields,
+    fields=exaone_attention,
     reads=frozenset({"sliding_window", "sliding_window_pattern"}),
     names=OUT_NORMS,
     gguf=GGUFFormat(

@@ -80,6 +80,7 @@ class ConfigFields(TypedDict, total=False):
     unweighted_qk_norm: bool
     qkv_bias: bool
     rms_eps: float
+    rotated_qk_norm: bool
     rope: RopeConfig
     row_norms: bool
     windows: Windows

@@ -21,68 +21,44 @@ from penstock.engine.models.families.family import (
     flag,
     integer,
     layer_count,
-    number,
 )
 from penstock.engine.models.families.glm4 import glm_rope
-from penstock.engine.models.families.sigmoid_experts import require_sigmoid
-from penstock.engine.models.model_config import MoeConfig
-from penstock.errors import CheckpointError
+from penstock.engine.models.families.sigmoid_experts import (
+    CORRECTED_GGUF,
+    CORRECTED_KEYS,
+    SHARED_TENSORS,
+    corrected_from_gguf,
+    corrected_sigmoids,
+)
 
-_KEYS = frozenset({
-    "attention_bias", "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
-    "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts", "num_mtp_layers",
-    "num_nextn_predict_layers", "routed_scaling_factor", "topk_group", "use_qk_norm",
-})  # fmt: skip
-
-
-_GGUF = frozenset({
-    "expert_count", "expert_feed_forward_length", "expert_gating_func", "expert_group_count", "expert_group_used_count",
-    "expert_shared_count", "expert_used_count", "expert_weights_norm", "expert_weights_scale",
-    "leading_dense_block_count", NEXTN_KEY,
-})  # fmt: skip
+_KEYS = CORRECTED_KEYS | {
+    "attention_bias", "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "num_local_experts",
+    "num_mtp_layers", "num_nextn_predict_layers", "use_qk_norm",
+}  # fmt: skip
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
-    layers, dense, ffn = layer_count(raw), count(raw, "first_k_dense_replace"), integer(raw, "moe_intermediate_size")
-    fields: ConfigFields = {
+    layers, dense = layer_count(raw), count(raw, "first_k_dense_replace")
+    moe = corrected_sigmoids(
+        raw,
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "n_routed_experts"),
+        layers=tuple(index >= dense for index in range(layers)),
+        shared=count(raw, "n_shared_experts"),
+    )
+    return {
         "qk_norm": flag(raw, "use_qk_norm"),
         "qkv_bias": flag(raw, "attention_bias"),
         "rope": glm_rope(raw),
+        "moe": moe,
     }
-    if dense < layers:
-        fields["moe"] = MoeConfig(
-            experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "n_routed_experts"),
-            top_k=integer(raw, "num_experts_per_tok"),
-            ffn_size=ffn,
-            normalize=flag(raw, "norm_topk_prob"),
-            layers=tuple(index >= dense for index in range(layers)),
-            scoring="sigmoid",
-            correction_bias=True,
-            groups=integer(raw, "n_group"),
-            top_groups=integer(raw, "topk_group"),
-            group_score="best_two",
-            scale=number(raw, "routed_scaling_factor"),
-            shared_ffn_size=ffn * count(raw, "n_shared_experts"),
-        )
-    return fields
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    require_sigmoid(keys)
-    normalized = keys("expert_weights_norm", False)
-    if not isinstance(normalized, bool):
-        raise CheckpointError(f"expert_weights_norm must be true or false, found {normalized!r:.80}")
     return {
         **drafting_layers(keys, config),
+        **corrected_from_gguf(keys),
         "n_routed_experts": keys.whole("expert_count", 0),
         "n_shared_experts": keys.whole("expert_shared_count", 0),
-        "num_experts_per_tok": keys.whole("expert_used_count", 0),
-        "moe_intermediate_size": keys.whole("expert_feed_forward_length", 0),
-        "first_k_dense_replace": keys.whole("leading_dense_block_count", 0),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
-        "norm_topk_prob": normalized,
-        "n_group": keys.whole("expert_group_count", 0) or 1,
-        "topk_group": keys.whole("expert_group_used_count", 0) or 1,
     }
 
 
@@ -95,14 +71,12 @@ GLM4_MOE = Family(
     gguf=GGUFFormat(
         architectures=("glm4moe",),
         config=_from_gguf,
-        reads=_GGUF,
+        reads=CORRECTED_GGUF | {NEXTN_KEY},
         whole_head_rotated=False,
         windowed=False,
         tensors={
             "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            **SHARED_TENSORS,
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
     ),

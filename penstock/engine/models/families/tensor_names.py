@@ -23,6 +23,8 @@ class TensorNames:
     attention: str = "self_attn."
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Of queries and keys, where a family has such norms."""
     more_linears: tuple[str, ...] = ()
     """Further matrices of a layer, for a model file that composes attention of another kind."""
     mlp: str = "mlp."

@@ -54,6 +54,10 @@ class Attention:
     """With an int8 cache: how this layer's keys are smoothed there."""
     query_scales: Tensor | None = None
     """float32 [positions]: what queries are multiplied by, after the rotation."""
+    query_gains: Tensor | None = None
+    """float32 [head_dim]: what queries are multiplied by, after the rotation. Where norms of heads stand behind it:
+    their gains and those of keys, which are stored without. A rotation does not change a head's length, so that the
+    norms themselves may stand before it."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
 
@@ -79,7 +83,7 @@ class Attention:
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
             self.key_smoothing,
         )  # fmt: skip
-        if self.query_scales is not None:
+        if self.query_scales is not None or self.query_gains is not None:
             q = self._grown(q, batch)
         return self.output(ops.attention(q, heads, batch, k, v, scales, self.sinks))
 
@@ -100,13 +104,15 @@ class Attention:
         q = ops.rope_and_cache(
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales, self.key_smoothing
         )
-        if self.query_scales is not None:
+        if self.query_scales is not None or self.query_gains is not None:
             q = self._grown(q, batch)
         return ops.attention(q, heads, batch, k, v, scales, self.sinks)
 
     def _grown(self, q: Tensor, batch: AttentionBatch) -> Tensor:
-        assert self.query_scales is not None
-        return (q * self.query_scales[batch.positions].view(-1, 1, 1)).to(q.dtype)
+        grown = q if self.query_gains is None else q * self.query_gains
+        if self.query_scales is not None:
+            grown = grown * self.query_scales[batch.positions].view(-1, 1, 1)
+        return grown.to(q.dtype)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         norms = self.row_norms

@@ -1,0 +1,72 @@
+"""Mellum 2: Qwen3-MoE with windows, and rotary embeddings of their own in the layers that have one."""
+
+from __future__ import annotations
+
+from penstock.engine.models.families.family import (
+    SILU,
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    HFConfig,
+    flag,
+    integer,
+    layer_count,
+    mapping,
+    window_of,
+    windows_by_type,
+)
+from penstock.engine.models.families.sigmoid_experts import sparse_by_type
+from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.rope import read_rope
+from penstock.errors import CheckpointError
+
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_THETAS = {_FULL: 500_000.0, _LOCAL: 10_000.0}
+"""Bases of a file without rope parameters."""
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    ropes = mapping(raw, "rope_parameters")
+    if raw.get("rope_parameters") is None:
+        ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in _THETAS.items()}
+    missing = [kind for kind in _THETAS if not mapping(ropes, kind)]
+    if missing or raw.get("rope_scaling") is not None:
+        raise CheckpointError(
+            f"rope_parameters of mellum models must have an entry for each of {', '.join(_THETAS)}, and no "
+            f"rope_scaling; found {ropes!r:.80}"
+        )
+    whole = {key: raw[key] for key in ("max_position_embeddings",) if key in raw}
+    rounded = {"truncate": ropes.get("truncate", True)}  # the reference looks for it one level up
+    full, local = (read_rope(whole, {**mapping(ropes, kind), **rounded}) for kind in (_FULL, _LOCAL))
+    bias, layers = flag(raw, "attention_bias"), layer_count(raw)
+    sparse = sparse_by_type(raw, 0)
+    moe = MoeConfig(
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        ffn_size=integer(raw, "moe_intermediate_size"),
+        normalize=flag(raw, "norm_topk_prob"),
+        layers=sparse,
+    )
+    return {
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "windows": windows_by_type(raw, window_of(raw)) or (None,) * layers,
+        "rope": full,
+        "local_rope": local,
+        "moe": moe if any(sparse) else None,
+    }
+
+
+MELLUM = Family(
+    model_type="mellum",
+    class_name="MellumForCausalLM",
+    fields=_fields,
+    reads=frozenset({
+        "attention_bias", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+        "num_experts_per_tok", "num_local_experts", "num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types",
+        "mtp_mlp_layer_types", "sliding_window",
+    }),
+    limits={"hidden_act": SILU},
+    gguf=GGUFFormat(architectures=()),
+)  # fmt: skip
