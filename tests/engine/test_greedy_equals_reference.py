@@ -18,7 +18,7 @@ VARIANTS = {
     "cohere-qknorm", "exaone4-full", "llama4-plain", "glm4-moe-groups", "phi3-half-rotated",
     "granite4-hybrid-dense", "falcon-h1-biased", "falcon-h1-norm-first", "bamba", "nemotron-h-biased",
     "nemotron-h-narrow-experts", "mamba2-biased", "glm-dsa",
-    "nemotron-h-narrow-experts", "mamba2-biased", "seed-oss-biased", "ernie4.5-biased", "ernie4.5-moe-some-dense",
+    "seed-oss-biased", "ernie4.5-biased", "ernie4.5-moe-some-dense",
     "hunyuan-biased", "glm4-moe-lite-some-dense", "exaone-moe-full", "dots1-window", "arcee-biased",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""

@@ -29,7 +29,9 @@ PROMPT = [17 * i % 199 for i in range(50)]
 ROUTERS = (".gate.weight", ".gate.wg.weight", ".router.weight", ".router.layer.weight", "shared_expert_gate.weight")
 DELTA_NETS = (".conv1d.weight", ".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
 """Their convolutions, and the small matrices of their decays and write strengths."""
-DENSE = ROUTERS + DELTA_NETS
+INDEXERS = (".indexer.weights_proj.weight",)
+"""The weights of an indexer's heads."""
+DENSE = ROUTERS + DELTA_NETS + INDEXERS
 """Ends of the names of matrices that are never quantized."""
 
 
