@@ -133,8 +133,8 @@ def compose_attention(context: LayerContext) -> Attention:
             centred_norms=config.qk_layer_norm,
         ),
         cos_sin=context.cos_sin,
-        q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else ones,
-        k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else ones,
+        q_norm=read.norm(prefix + names.qk_norms[0], *q_gains) if config.qk_norm else ones,
+        k_norm=read.norm(prefix + names.qk_norms[1], *k_gains) if config.qk_norm else ones,
         row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
         if config.row_norms
         else None,
@@ -187,6 +187,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         top_groups=moe.top_groups,
         group_score=moe.group_score,
         scale=moe.scale,
+        total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
     )

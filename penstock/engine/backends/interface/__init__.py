@@ -62,6 +62,7 @@ from penstock.engine.backends.interface.recurrence import (
     MambaLayout,
     MambaWeights,
     RecurrentOps,
+    ShortConvWeights,
 )
 from penstock.engine.backends.interface.sampling import SamplingOps
 
@@ -100,6 +101,7 @@ __all__ = [
     "OverRanks",
     "RecurrentOps",
     "SamplingOps",
+    "ShortConvWeights",
     "Staging",
     "StateBatch",
     "StepDefaults",

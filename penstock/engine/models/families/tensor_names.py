@@ -22,6 +22,8 @@ class TensorNames:
     """Of families with sandwich norms: what attention and feed-forward give is normalized too."""
     attention: str = "self_attn."
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Of the heads of queries and keys, or of all of each together."""
     output: str = "o_proj"
     more_linears: tuple[str, ...] = ()
     """Further matrices of a layer, for a model file that composes attention of another kind."""
@@ -55,6 +57,8 @@ class TensorNames:
 
     mamba: str = "mamba."
     """Of Mamba layers, in families that have some."""
+    short_conv: str = "conv."
+    """Of short convolutions, in families that have some."""
     recurrent: tuple[str, ...] = ()
     """Matrices of mixers other than attention that are quantized."""
 
