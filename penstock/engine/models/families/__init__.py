@@ -32,8 +32,8 @@ from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
-from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
+from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
 from penstock.engine.models.families.ministral import MINISTRAL
