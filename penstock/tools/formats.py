@@ -164,7 +164,7 @@ def detect(template: str) -> ToolFormat:
     """The format that a chat template mentions; by default the list format of SmolLM2."""
     if "[TOOL_CALLS]" in template:
         return FORMATS["mistral"]
-    if any(mark in template for mark in ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")):
+    if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
         return FORMATS["lfm2"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
@@ -193,6 +193,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["command_r"]
     if "<|python_start|>" in template or "<|header_start|>" in template:
         return FORMATS["pythonic"]
+    if "List of tools: [" in template:
+        return FORMATS["lfm2"]  # the later templates show no calls
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return FORMATS["llama3"]
     return FORMATS["smollm2"]

@@ -115,6 +115,7 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("<|START_RESPONSE|> <|START_ACTION|>").name == "cohere"
     assert detect("Write 'Action:' followed by ```json").name == "command_r"
     assert detect("<|header_start|>assistant<|header_end|>").name == "pythonic"
+    assert detect("List of tools: <|tool_list_start|>[").name == detect("List of tools: [").name == "lfm2"
     assert detect("<|start_header_id|> <|python_tag|>").name == "llama3"
 
 

@@ -4,7 +4,8 @@ A kind names the bytes that a block of tokens and a running sequence need in one
 before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
 `PagedLatent`: one vector per token in such blocks (MLA).
 `RecurrentState`, `ConvolutionState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also
-hold the states that were kept at the ends of blocks (`kv.states`). `NothingKept`: of a layer that is a feed-forward alone.
+hold the states that were kept at the ends of blocks (`kv.states`). `NothingKept`: of a layer that is a feed-forward
+alone.
 """
 
 from __future__ import annotations

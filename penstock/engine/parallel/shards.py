@@ -102,7 +102,8 @@ class Cuts:
         if model.mamba is not None:
             self._attention |= mamba_cuts(model.mamba, place, tensors.mamba)
             self._inner_norm = WHOLE if place.data else mamba_heads(model.mamba, place, model.mamba.head_dim)
-        self._short_conv_prefix, self._short_conv = f".{tensors.short_conv}", {}
+        self._short_conv_prefix = f".{tensors.short_conv}"
+        self._short_conv: dict[str, Cut] = {}
         if model.short_conv is not None and not place.data:
             self._short_conv = short_conv_cuts(model.short_conv, place)
         if model.qk_layer_norm:

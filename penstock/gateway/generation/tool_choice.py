@@ -151,7 +151,7 @@ def for_template(
     form = format_of(model)
     source, style = model.text.template_source, model.text.call_style
     if model.text.template_knows_tools:
-        if not style.shown:
+        if form.name == "lfm2" and not style.shown:
             messages = prompting.shown_as_text(messages, form)
         prepared = prompting.native(fitted(messages, accepted), form, source, style)
         return prepared, [tool.described() for tool in tools] or None

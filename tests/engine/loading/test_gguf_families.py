@@ -56,7 +56,15 @@ ARCHITECTURES = {
     "lfm2-biased": "lfm2",
     "lfm2-moe": "lfm2moe",
 }
-SLOW = {"lfm2-biased", "cohere-qknorm", "glm4-moe-groups", "granite-moe-shared", "mistral-window", "olmo3", "phi3-half-rotated"}
+SLOW = {
+    "lfm2-biased",
+    "cohere-qknorm",
+    "glm4-moe-groups",
+    "granite-moe-shared",
+    "mistral-window",
+    "olmo3",
+    "phi3-half-rotated",
+}
 ELSEWHERE = {
     "deepseek-v2-lite": "deepseek2",
     "deepseek-v3": "deepseek2",

@@ -45,7 +45,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_native_convolution_is_that_of_pytorch(engine: Any, dtype: torch.dtype) -> None:
-    """Prompts, a chunk behind one, decodes, draft tokens that all leave a state; a state that is overwritten in place."""
+    """Prompts, a chunk behind one, decodes, draft tokens that all leave a state, a state that is overwritten."""
     torch.manual_seed(5)
     weights = ShortConvWeights(torch.randn(WIDTH, CHANNELS), torch.randn(CHANNELS))
     ops, bits = engine.runner.decoder.ops, dtype.itemsize
