@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.protocol.errors import InvalidRequest
 from penstock.protocol.json_limits import excess
+from penstock.text.guard import Marked
 from penstock.text.template_calls import OBJECTS, CallStyle
 from penstock.tools.formats import ToolFormat
 from penstock.tools.toolbox import Tool
@@ -105,12 +106,16 @@ def with_instructions(prepared: list[Message], rules: str) -> list[Message]:
 
 
 def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
-    """Messages for a template that shows functions and results, but not the calls between them (LFM2's)."""
+    """Messages for a template that shows functions and results, but not the calls between them (LFM2's). What stands
+    around the calls are control tokens, whatever the calls contain."""
     prepared: list[Message] = []
     for message in messages:
         if calls := message.get("tool_calls"):
             others = {key: value for key, value in message.items() if key != "tool_calls"}
-            message = {**others, "content": f"{message['content'] or ''}{written(calls, form)}"}
+            body = written(calls, form).removeprefix(form.opener).removesuffix(form.closer)
+            said = message["content"] or ""
+            content = Marked((said, False), (form.opener, True), (body, False), (form.closer, True))
+            message = {**others, "content": content}
         prepared.append(message)
     return prepared
 
