@@ -63,7 +63,8 @@ SAID = {
     "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
 }
 SHOWN = {
-    "lfm2": '<|tool_call_start|>[get_weather(city="7"), clock()]<|tool_call_end|><|end|><|tool|>sunny<|end|><|tool|>noon',
+    "lfm2": '<|tool_call_start|>[get_weather(city="7"), clock()]<|tool_call_end|><|end|><|tool|>sunny<|end|>'
+    "<|tool|>noon",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     '{"city": "7"}\n```'
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜>"
