@@ -80,9 +80,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30},
-    "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2]},
+    "lfm2": {"shortconv.l_cache": 4, "attention.head_count_kv": [0, 2]},
     "lfm2moe": {
-        "shortconv.l_cache": 3, "attention.head_count_kv": [0, 2], "expert_count": 4, "expert_used_count": 2,
+        "shortconv.l_cache": 4, "attention.head_count_kv": [0, 2], "expert_count": 4, "expert_used_count": 2,
         "expert_feed_forward_length": 8, "leading_dense_block_count": 1,
     },
     "qwen3next": DELTA_NETS | EXPERTS,

@@ -79,8 +79,9 @@ def test_cut_anywhere_a_run_gives_the_same_bits(engine: Any) -> None:
     assert torch.equal(run(9), run(*[1] * 9))
 
 
-def test_steps_are_recorded(engine: Any) -> None:
-    executor = engine.runner.executor
+def test_steps_are_recorded(tmp_path: Path) -> None:
+    """Where its linears are: dense ones in float32 are oneDNN's."""
+    executor = make_engine(write_checkpoint("lfm2", tmp_path), weights="int8").runner.executor
     assert isinstance(executor, RecordedExecutor) and executor.recorded is not None
     assert "pk_short_conv" in executor.recorded.names
 
@@ -116,7 +117,7 @@ def test_what_cannot_be_run_is_refused() -> None:
         read_config({**published(), "model_type": "lfm2_moe", "layer_types": None})
 
 
-def test_small_scores_are_divided_by_more_than_their_sum(tmp_path: Path) -> None:
+def test_small_scores_are_divided_by_more_than_their_sum() -> None:
     """The reference adds a millionth, which shows where all scores are small."""
     linear: Any = lambda x: x  # noqa: E731
     logits = torch.tensor([[-14.0, -15.0, -30.0]])
