@@ -20,7 +20,9 @@ class InputFilesConfig:
         "public one. Empty: no file is fetched.", example='["docs.example.org", "*.example.com"]',
     )  # fmt: skip
     url_networks: tuple[str, ...] = setting(
-        (), doc="Private networks that these hosts may be in; empty: public addresses only.", example="[10.1.0.0/16]"
+        (),
+        doc='Private networks that these hosts may be in, but not those of "*"; empty: public addresses only.',
+        example="[10.1.0.0/16]",
     )
     url_plain_http: bool = setting(False, doc="Whether files may have http:// URLs, without TLS.")
     url_timeout_s: float = setting(

@@ -80,7 +80,7 @@ class ModelConfig:
     kv_dtype: KVDType = setting(  # noqa: RUF009
         "auto",
         doc="KV cache format: full (dtype), or half the size: int8 (a scale per token and head), fp8. "
-        "auto: int8 on CPUs with AMX, full elsewhere.",
+        "auto: int8 on CPUs with AMX and on x86 CPUs without bfloat16, full elsewhere.",
     )
     replicas: int = setting(
         1, doc="Engine processes that serve this model, each with its own weights.", least=1, most=256

@@ -74,7 +74,9 @@ def test_batching_prefix_reuse_and_preemption_change_nothing(folder: Path, kv_dt
     assert_idle(crowded)
 
 
-def test_int8_is_the_default_where_tiles_multiply_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_the_default_where_tiles_multiply_it_as_it_is_and_on_x86_without_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ops = cpu.load(1)
     if ops is None:
         pytest.skip(cpu.status().detail)
@@ -87,8 +89,17 @@ def test_int8_is_the_default_where_tiles_multiply_it_as_it_is(monkeypatch: pytes
     def picked(config: EngineConfig = config, dtype: torch.dtype = torch.bfloat16, **other: int) -> torch.dtype:
         return CpuBackend(ops).kv_dtype(config, replace(model, **other), dtype)
 
+    monkeypatch.setattr(ops.handle, "has_matrix", False)
     monkeypatch.setattr(ops.handle, "has_byte_attention", False)
+    monkeypatch.setattr(ops.handle, "has_per_channel", False)
     assert picked() == torch.bfloat16
+    assert picked(dtype=torch.float32) == torch.float32
+    monkeypatch.setattr(ops.handle, "has_per_channel", True)
+    assert picked() == torch.bfloat16
+    assert picked(dtype=torch.float32) == picked(dtype=torch.float32, head_dim=80) == torch.int8
+    assert picked(replace(config, dtype="float32"), torch.float32) == torch.float32
+    assert picked(replace(config, kv_dtype="full"), torch.float32) == torch.float32
+    monkeypatch.setattr(ops.handle, "has_matrix", True)
     monkeypatch.setattr(ops.handle, "has_byte_attention", True)
     assert picked() == torch.int8
     assert picked(dtype=torch.float32) == torch.float32

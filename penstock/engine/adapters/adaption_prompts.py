@@ -30,6 +30,9 @@ from penstock.errors import CheckpointError
 _KEY = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+)\.adaption_(prompt|gate)")
 _FAMILIES = ("llama", "mistral")
 """Those that PEFT knows, GPT-2 aside, which runs through transformers."""
+_AT_ONCE = 1 << 24
+"""Numbers of queries and scores, about: what a step needs besides must not grow with adapters, since no cache was made
+smaller for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class AdaptionTensors:
                 raise CheckpointError(
                     f"{self.file}: layer {layer} has no adaption_{'gate' if 'prompt' in keys else 'prompt'}"
                 )
-            prompt, gate = (tensors.get_tensor(keys[name]) for name in ("prompt", "gate"))
+            prompt, gate = tensors.get_tensor(keys["prompt"]), tensors.get_tensor(keys["gate"]).reshape(-1)
             if tuple(prompt.shape) != (1, settings["adapter_len"], whole.sites[index].inputs) or gate.numel() != 1:
                 raise CheckpointError(
                     f"{self.file}: the adaption prompt of layer {layer} is {tuple(prompt.shape)}; here it must "
@@ -156,7 +159,8 @@ class AdaptionBank:
             if smoothing is not None:
                 keys = keys / smoothing.scale
             rows = torch.arange(len(q), device=q.device) if tokens is None else tokens
-            for some in torch.split(rows, 1) if self._one_by_one else (rows,):
+            at_once = 1 if self._one_by_one else max(1, _AT_ONCE // (heads.heads * (heads.head_dim + both.shape[1])))
+            for some in torch.split(rows, at_once):
                 own = q[some].float().view(len(some), heads.kv_heads, -1, heads.head_dim)
                 scores = torch.einsum("tkgd,pkd->tkgp", own, keys) / math.sqrt(heads.head_dim)
                 seen = torch.einsum("tkgp,pkd->tkgd", scores.softmax(-1), values)

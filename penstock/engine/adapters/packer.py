@@ -172,11 +172,13 @@ class Packer:
                 raise CheckpointError(f"{self.file}: {target.where} has no lora_{missing}")
         self.rank = max((target.rank for target, _ in targets), default=1)
         if self.rank > self._max_rank:
-            merge = ""
-            if self.config.ranks is not None:
+            where, merge = CONFIG, ""
+            if self.config.ranks is not None and self.config.kind == "LoRA":
+                where = self.file  # a GGUF file, which has no configuration beside it
+            elif self.config.ranks is not None:
                 merge = f" ({self.config.kind} becomes a LoRA of that rank here) or merge the adapter into the model"
             raise CheckpointError(
-                f"{CONFIG}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank{merge}"
+                f"{where}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank{merge}"
             )
         behind = {
             target.module: added

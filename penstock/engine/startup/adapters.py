@@ -107,8 +107,9 @@ def _block_bytes(blocks: Mapping[str, int], cut: AdapterCut) -> int:
     for path, size in blocks.items():
         place, layer = site_of(cut.whole, path), layer_of(path)
         if place is not None and layer is not None and first <= layer < last:
-            low, high = cut.inputs[place[0]]
-            total += 4 * size * (high - low)
+            heads = bool(cut.whole.sites[place[0]].heads)  # blocks turn latents there, on both sides
+            low, high = cut.inputs[place[0] + heads]
+            total += 4 * size * (high - low) * (1 + heads)
     return total
 
 

@@ -120,7 +120,7 @@ def _problems(config: Config, tree: dict[str, Any], options: ClusterOptions, red
     problems += [
         f"tool_servers[{index}].openapi: there is no file {server.openapi_file} to write into the ConfigMap"
         for index, server in enumerate(config.tool_servers)
-        if server.openapi_file and "\n" not in tree["tool_servers"][index]["openapi"]
+        if server.openapi_file and tree["tool_servers"][index]["openapi"] == server.openapi_file
     ]
     spool = PurePosixPath(config.request_log.spool or HOME)
     if not any(spool.is_relative_to(folder) for folder in (HOME, "/tmp")):

@@ -198,6 +198,8 @@ class Quotas:
             limits = self._text_limits(exchange, name, suffix=":text")
         else:
             limits = self.limits_of(exchange, FixedWork(ModelName(name), 1))
+        if model is None:
+            limits = [limit for limit in limits if not limit.subject.startswith("model:")]
         if not limits:
             yield work
             return

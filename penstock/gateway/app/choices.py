@@ -1,10 +1,12 @@
 """The values that a field may have, for the message that refuses another one.
 
-Only requests that decoding has refused come here, so ordinary ones pay nothing.
+Only requests that decoding has refused come here, so ordinary ones pay nothing. Describing a large type takes
+milliseconds, in which the event loop would do nothing else, so it is done once for each.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,7 @@ _STEP = re.compile(r"(?P<name>[^.\[\]]+)|\[[^\]]*\]")
 def choices(kind: Any, path: str) -> list[str]:
     """The strings that may stand at `path` (such as `messages[0].role`) of a body of type `kind`; none if they are not
     a fixed list, or a long one."""
-    at, tags = list(_alternatives(inspect.type_info(kind))), list[str]()
+    at, tags = list(_alternatives(_described(kind))), list[str]()
     for step in _STEP.finditer(path):
         name = step["name"]
         tags = [str(one.tag) for one in at if isinstance(one, inspect.StructType) and one.tag_field == name]
@@ -28,6 +30,12 @@ def choices(kind: Any, path: str) -> list[str]:
     values |= {member.value for one in at if isinstance(one, inspect.EnumType) for member in one.cls}
     found = sorted({*tags, *(value for value in values if isinstance(value, str))})
     return found if len(found) <= MOST else []
+
+
+@functools.cache
+def _described(kind: Any) -> inspect.Type:
+    """Of the types that handlers decode, of which there are so many and no more."""
+    return inspect.type_info(kind)
 
 
 def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:

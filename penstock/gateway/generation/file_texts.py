@@ -136,5 +136,6 @@ class FileTexts:
         del self._tenants[tenant][key]
         self._sizes[tenant] -= entry.size
         self.size -= entry.size
+        self._bytes.set(self.size)
         if not self._tenants[tenant]:
             del self._tenants[tenant], self._sizes[tenant]

@@ -20,6 +20,7 @@ from penstock.tools.execution.addresses import Addresses, PinnedTransport, no_co
 
 MOST_REDIRECTS = 5
 LONGEST_URL = 8192
+_EVERY = "*"
 _PORTS = {"https": 443, "http": 80}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _READABLE = ("pdf", "json", "xml", "yaml", "javascript", "octet-stream")
@@ -46,25 +47,21 @@ class FileUrls:
         self._outcomes = metrics.counter(
             "penstock_input_file_fetches_total", "Files fetched by their URL: fetched, refused or failed.", ("outcome",)
         )
-        self._client: httpx.AsyncClient | None = None
+        self._named: httpx.AsyncClient | None = None
+        """For hosts that the configuration names; others are public, whatever networks those may be in."""
+        self._any: httpx.AsyncClient | None = None
         if config.url_hosts:
-            addresses = Addresses(config.url_networks, setting="input_files.url_networks")
-            # Connections are not kept: those of different names at one address must not be mixed up.
-            self._client = httpx.AsyncClient(
-                transport=PinnedTransport(addresses, keep_alive=False),
-                trust_env=False,
-                timeout=config.url_timeout_s,
-                cookies=no_cookies(),
-                headers={"user-agent": "Penstock-Files", "accept-encoding": "identity"},
-            )
+            self._named = _client(config, Addresses(config.url_networks, setting="input_files.url_networks"))
+            self._any = _client(config, Addresses(setting="input_files.url_hosts"))
 
     @property
     def enabled(self) -> bool:
-        return self._client is not None
+        return self._named is not None
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        for client in (self._named, self._any):
+            if client is not None:
+                await client.aclose()
 
     async def fetch(self, url: str, most: int) -> FetchedFile:
         """The file at `url`; `NotFetched` where it has more than `most` bytes, or cannot be had."""
@@ -78,26 +75,31 @@ class FileUrls:
         except ToolError as error:  # its host may not be reached, or has no address
             self._outcomes.child("refused").inc()
             raise NotFetched(f"{error}.") from error
-        except TimeoutError as error:
+        except (httpx.InvalidURL, ValueError) as error:  # also of `urllib`, which joins what httpx takes for a URL
+            self._outcomes.child("refused").inc()
+            raise NotFetched("Its URL, or one that it redirects to, is not valid.") from error
+        except (TimeoutError, httpx.TimeoutException) as error:  # the client's limit is the same, for each step
             self._outcomes.child("failed").inc()
             raise NotFetched(f"It did not arrive within {limit_s:g} seconds.") from error
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
+        except (httpx.HTTPError, OSError) as error:
             self._outcomes.child("failed").inc()
             raise NotFetched(f"Its server cannot be reached ({type(error).__name__}).") from error
         self._outcomes.child("fetched").inc()
         return found
 
     async def _follow(self, url: str, most: int) -> FetchedFile:
-        assert self._client is not None
         for _ in range(MOST_REDIRECTS + 1):
-            at = self._checked(url)
-            async with self._client.stream("GET", at) as reply:
+            at, named = self._checked(url)
+            client = self._named if named else self._any
+            assert client is not None
+            async with client.stream("GET", at) as reply:
                 if reply.status_code not in _REDIRECTS:
                     return await _read(reply, at, most)
                 url = str(at.join(reply.headers.get("location", "")))
         raise NotFetched(f"Its server redirects more than {MOST_REDIRECTS} times.")
 
-    def _checked(self, url: str) -> httpx.URL:
+    def _checked(self, url: str) -> tuple[httpx.URL, bool]:
+        """The URL, and whether the configuration names its host."""
         if len(url) > LONGEST_URL:
             raise NotFetched(f"Its URL has more than {LONGEST_URL:,} characters.")
         at = httpx.URL(url)
@@ -108,10 +110,22 @@ class FileUrls:
         if at.userinfo:
             raise NotFetched("Its URL must not have a user name or a password.")
         port = at.port or _PORTS[at.scheme]
-        if not any(_allows(pattern, at.scheme, host, port) for pattern in self._config.url_hosts):
+        allowing = [pattern for pattern in self._config.url_hosts if _allows(pattern, at.scheme, host, port)]
+        if not allowing:
             where = host if port == _PORTS[at.scheme] else f"{host}:{port}"
             raise NotFetched(f"Files are not fetched from {where} (`input_files.url_hosts`).")
-        return at
+        return at, any(pattern.partition(":")[0] != _EVERY for pattern in allowing)
+
+
+def _client(config: InputFilesConfig, addresses: Addresses) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        # Connections are not kept: those of different names at one address must not be mixed up.
+        transport=PinnedTransport(addresses, keep_alive=False),
+        trust_env=False,
+        timeout=config.url_timeout_s,
+        cookies=no_cookies(),
+        headers={"user-agent": "Penstock-Files", "accept-encoding": "identity"},
+    )
 
 
 def _allows(pattern: str, scheme: str, named: str, port: int) -> bool:
@@ -121,7 +135,7 @@ def _allows(pattern: str, scheme: str, named: str, port: int) -> bool:
     if port != (int(wanted) if wanted else _PORTS[scheme]):
         return False
     named = named.lower().rstrip(".")
-    return host == "*" or named == host or (host.startswith("*.") and named.endswith(host[1:]))
+    return host == _EVERY or named == host or (host.startswith("*.") and named.endswith(host[1:]))
 
 
 async def _read(reply: httpx.Response, url: httpx.URL, most: int) -> FetchedFile:

@@ -28,6 +28,7 @@ from penstock.gateway.generation.file_texts import FileTexts, Key, Owner
 from penstock.gateway.generation.file_urls import FileUrls, NotFetched
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.request_decoder import RequestDecoder
+from penstock.gateway.generation.resumption import goes_on
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers import decoded
@@ -144,11 +145,13 @@ class InputFiles:
     async def reading(self, exchange: Exchange, model: str | None, *, free: bool = False) -> AsyncIterator[FileReading]:
         """For the files of one request to `model`. Take it only where there are some: it is counted. `free`: the
         request only counts tokens, or stores what it says; it counts against limits of its own. Without a `model`
-        nothing follows that would be counted."""
+        nothing follows that would be counted. What goes on with a stream was counted with it, and may still hold its
+        place: its files count as if it were free."""
         exchange.documents = True
         counted_as = None if model is None else self._permissions.counted_as(exchange, model)
-        async with self._quotas.file_work(exchange, counted_as, only=free) as work:
-            work.counted = model is None
+        again = goes_on(exchange)
+        async with self._quotas.file_work(exchange, counted_as, only=free or again) as work:
+            work.counted = model is None or again
             yield FileReading(
                 exchange,
                 self._files,

@@ -43,6 +43,11 @@ class Resumption:
     """Events that the client has."""
 
 
+def goes_on(exchange: Exchange) -> bool:
+    """Whether a request asks for a stream that has begun, and was counted then."""
+    return exchange.header(HEADER) not in (None, b"new")
+
+
 def asked_for(exchange: Exchange, *, stream: bool | None, **hindrances: object) -> Resumption | None:
     """What the header says; None without one. `hindrances`: parameters with which a stream cannot be resumed, and
     whether they are set."""

@@ -55,7 +55,7 @@ def open_request_log(
         sink = open_sink(config.url, retention=retention)
     else:
         sink = _in_store(database, retention.raw_s)
-    folder = Path(config.spool) if config.spool else _spool_folder(settings)
+    folder = Path(config.spool).expanduser() if config.spool else _spool_folder(settings)
     try:
         spool = Spool(folder, config.spool_limit)
     except OSError as error:

@@ -7,11 +7,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.adapters import adaption_prompts
+from penstock.engine.adapters.adaption_prompts import AdaptionBank, AdaptionPrompts
 from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.backends.interface import HeadLayout
 from penstock.engine.request import Request
 from tests import parts
 from tests.engine.adapters.company import (
@@ -171,6 +175,29 @@ def test_what_peft_saves_and_computes(tmp_path: Path, family: str) -> None:
         assert not plain.agrees(prompt, got, TIE)
 
 
+def test_long_prompts_and_many_learned_tokens_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache was sized without adapters: what their steps need besides must have a bound."""
+    heads, draw = HeadLayout(4, 2, 8, 8**-0.5), torch.Generator().manual_seed(0)
+    bank = AdaptionBank(1, torch.device("cpu"))
+    bank.put(0, AdaptionPrompts({0: torch.randn(2, 500, 16, generator=draw)}))
+    bank.begin(np.zeros(300, np.int32))
+    q = torch.randn(300, 4, 8, generator=draw)
+    whole, parts = torch.zeros(300, 32), torch.zeros(300, 32)
+    bank.add(q, whole, heads, 0, None)
+    einsum, sizes = torch.einsum, []
+
+    def noted(form: str, *of: torch.Tensor) -> torch.Tensor:
+        found = einsum(form, *of)
+        sizes.append(found.numel())
+        return found
+
+    monkeypatch.setattr(adaption_prompts, "_AT_ONCE", 30_000)
+    monkeypatch.setattr(torch, "einsum", noted)
+    bank.add(q, parts, heads, 0, None)
+    torch.testing.assert_close(parts, whole)
+    assert max(sizes) <= 30_000 < 300 * 4 * 500
+
+
 def test_what_cannot_be_applied_is_refused(base: Path, tmp_path: Path) -> None:
     assert "and adapter_config.json says [2]" in failure(base, write(tmp_path / "a", base, "some", adapter_layers=1))
     assert "here it must be (1, 4, 64)" in failure(base, write(tmp_path / "b", base, "some", adapter_len=4))
@@ -181,5 +208,8 @@ def test_what_cannot_be_applied_is_refused(base: Path, tmp_path: Path) -> None:
         {key: value for key, value in tensors.items() if "layers.2" not in key or "gate" not in key}, folder / WEIGHTS
     )
     assert "layer 2 has no adaption_gate" in failure(base, folder)
+    tensors = {key: value.reshape(()) if key.endswith("gate") else value for key, value in tensors.items()}
+    save_file(tensors, folder / WEIGHTS)
+    assert generate(make_engine(base, adapters=(AdapterSpec("a", str(folder)),)), ask("r", [1, 2, 3], "a")).get("r")
     other = write_checkpoint("qwen2-bias", tmp_path / "other")
     assert "PEFT has none for qwen2 models" in failure(other, write(tmp_path / "e", other, "some"))

@@ -88,3 +88,6 @@ def test_what_cannot_be_applied_is_refused(tmp_path: Path) -> None:
         )
     ):
         assert words in failure(base, convert(folder, base, tmp_path / f"file {number}", **settings)), words
+    large = convert(write_adapter(tmp_path / "large", base, rank=20, targets=("q_proj",)), base, tmp_path / "of 20")
+    said = failure(base, large, adapter_rank=16)
+    assert "adapter.gguf: rank 20 is above adapter_rank 16; raise adapter_rank" in said and "becomes" not in said

@@ -90,6 +90,25 @@ def test_room_for_blocks_is_what_an_adapter_takes(base: Path, tmp_path: Path, na
     assert beside_slots(config, DEVICE, uncut(layout), torch.float16) == stored_bytes(loaded.inputs) > 0
 
 
+@pytest.mark.parametrize("name", ["oft-small", "boft-small"])
+def test_room_for_blocks_of_experts_and_latents_is_what_they_take(tmp_path: Path, name: str) -> None:
+    """Those of `kv_b_proj` turn queries before they meet latents, and what heads have seen of these: they are there
+    twice. Beside them there may be vectors of any expert and head."""
+    base = write_checkpoint("deepseek-v3", tmp_path / "base")
+    folder = write_kind(tmp_path / name, base, name, targets=("up_proj", "kv_b_proj"))
+    layout = layout_of(read_config(json.loads((base / "config.json").read_text())))
+    loaded = read_adapter("a", folder, layout, max_rank=16, dtype=torch.float32, pin=False)
+    assert loaded.visits is not None
+    changes = [change for _, change in sorted(loaded.visits.of.items())]
+    taken = stored_bytes(loaded.inputs)
+    taken += sum(4 * one.numel() for change in changes for part in change.blocks for one in part.values())
+    taken += sum(4 * one.numel() for change in changes for one in (change.scale, change.shift) if one is not None)
+    found = beside_slots(
+        EngineConfig(model="m", adapters=(AdapterSpec("a", str(folder)),)), DEVICE, uncut(layout), torch.float16
+    )
+    assert found == taken if name == "oft-small" else found >= taken
+
+
 def test_room_is_for_the_largest_that_are_in_slots_together(base: Path, tmp_path: Path) -> None:
     names = ("oft", "oft-bound", "oft-exact")
     folders = [write_kind(tmp_path / name, base, name) for name in names]

@@ -294,8 +294,20 @@ def test_a_task_has_to_be_named(base: Path, tmp_path: Path) -> None:
     assert "num_tasks must be" in failure(base, write_tasks(tmp_path / "c", base, num_tasks=0))
     folder = write_tasks(tmp_path / "d", base, task_id=1)
     tensors = load_file(folder / "adapter_model.safetensors")
-    save_file({**tensors, "prefix_task_cols": torch.ones(3, 4, 2)}, folder / "adapter_model.safetensors")
-    assert "which do not fit 3 tasks" in failure(base, folder)
+    for columns in (torch.ones(3, 4, 2), torch.tensor(1.0)):
+        save_file({**tensors, "prefix_task_cols": columns}, folder / "adapter_model.safetensors")
+        assert "which do not fit 3 tasks" in failure(base, folder)
+
+
+def test_what_tasks_have_may_be_stored_in_other_types_than_rows(base: Path, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "a", base, task_id=1)
+    tensors, prompt = load_file(folder / "adapter_model.safetensors"), prompts(1)[0]
+    tensors["prefix_task_cols"] = tensors["prefix_task_cols"].bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    got = generate(make_engine(base, adapters=(AdapterSpec("a", str(folder)),)), ask("r", prompt, "a", 6))["r"]
+    reference = Prefixed(base, folder)
+    reference.rows = reference.rows * (tensors["prefix_task_cols"][1].float() @ tensors["prefix_task_rows"][1])
+    assert got and reference.agrees(prompt, got, TIE)
 
 
 @pytest.mark.slow

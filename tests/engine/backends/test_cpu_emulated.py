@@ -33,11 +33,21 @@ _FEATURES = (
 
 @pytest.fixture(scope="module")
 def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    yield from emulated("amx", _FEATURES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=["avx512", "avx512vnni"])
+def vectors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    """AVX-512 without tiles, without and with dot products of bytes."""
+    yield from emulated(request.param, _FEATURES[: 5 if request.param == "avx512vnni" else 4], tmp_path_factory)
+
+
+def emulated(name: str, features: tuple[str, ...], factory: pytest.TempPathFactory) -> Iterator[Handle]:
     """On two threads, of a library compiled as if this CPU had those instructions."""
     here = Path(__file__).parent / "emulated"
-    flags = ("-O1", "-U__ARM_NEON", f"-I{here}", *(f"-D__{name}__" for name in _FEATURES), "-w")
-    path = build_library((InstructionSet("amx", flags),), tmp_path_factory.mktemp("emulated"))
-    with mock.patch.object(native, "library", lambda isa: native.Library(path, "amx")):
+    flags = ("-O1", "-U__ARM_NEON", f"-I{here}", *(f"-D__{feature}__" for feature in features), "-w")
+    path = build_library((InstructionSet(name, flags),), factory.mktemp("emulated"))
+    with mock.patch.object(native, "library", lambda isa: native.Library(path, name)):
         yield Handle(2)
 
 
@@ -45,17 +55,23 @@ def test_the_library_believes_it_has_tiles(handle: Handle) -> None:
     assert handle.has_matrix and handle.isa.startswith("avx512")
 
 
+def test_linears_on_vectors(vectors: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vectors.has_per_channel and not vectors.has_matrix
+    test_linears_on_tiles(vectors, "per_channel", monkeypatch)
+    test_per_channel_rounding(vectors)
+
+
 @pytest.mark.parametrize("form", linears.TILE_FORMS)
 def test_linears_on_tiles(handle: Handle, form: FormName, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SHAPES", [(1, 32), (17, 64), (100, 96), (48, 576)])
     monkeypatch.setattr(linears, "ROWS", (1, 3, 5, 13, 131))
     for bits in (4, 8):
-        linears.test_products_on_matrix_tiles_are_those_of_the_weights(handle, bits, form)
+        linears.test_products_of_other_forms_are_those_of_the_weights(handle, bits, form)
     linears.test_a_value_that_is_not_finite_spoils_its_own_row_of_a_tile_only(handle, form)
     for activation in ("silu", "gelu_tanh"):
         linears.test_a_linear_gates_its_own_outputs(handle, form, activation)
     if form in ("per_group", "per_channel"):
-        linears.test_on_matrix_tiles_results_are_batch_invariant(handle, form)
+        linears.test_per_group_and_per_channel_results_are_batch_invariant(handle, form)
 
 
 def test_per_channel_rounding(handle: Handle) -> None:
@@ -73,7 +89,7 @@ def test_every_linear_has_a_per_channel_copy(handle: Handle) -> None:
     """Whether its few bits are stored or made when loaded."""
     weights = mock.Mock(tensor=lambda name: torch.randn(48, 64))
     for form in ("int8", "int4"):
-        quantizer = BlockQuantizer(handle, form, matrix=True)
+        quantizer = BlockQuantizer(handle, form, matrix=True, per_channel=True)
         for name in ("model.embed_tokens.weight", "lm_head.weight", "q_proj.weight"):
             linear = quantizer(weights, {name: 48}, 64, None)
             assert isinstance(linear, QuantLinear) and linear.per_channel is not None

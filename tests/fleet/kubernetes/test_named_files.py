@@ -94,6 +94,14 @@ def test_files_of_this_machine_are_mounted_or_refused(setting: str, tmp_path: Pa
     assert HERE not in yaml.safe_dump(objects(made)), "a path of this machine, which no pod has"
 
 
+@pytest.mark.parametrize("text", ['{"openapi": "3.1.0", "paths": {}}', "openapi: 3.1.0\npaths: {}\n"])
+def test_openapi_documents_become_part_of_the_configuration(text: str, tmp_path: Path) -> None:
+    (tmp_path / "api").write_text(text)
+    made = deployment(yaml.safe_dump({**BASE, "tool_servers": [{"name": "t", "openapi": "api"}]}), tmp_path)
+    written = yaml.safe_load(found(made, "ConfigMap", "penstock")["data"]["penstock.yaml"])
+    assert written["tool_servers"][0]["openapi"] == text
+
+
 def test_secrets_of_gateways_are_keys_of_the_secret(tmp_path: Path) -> None:
     tree = {**BASE, "watermark": {"secret_file": "my files/mark"}}
     tree["remotes"] = [{**BASE["remotes"][0], "key_file": "/srv/key"}]

@@ -299,6 +299,19 @@ async def test_files_are_read_only_for_callers_with_something_left() -> None:
         pass
 
 
+async def test_limits_of_each_model_hold_for_files_once_it_is_known() -> None:
+    """Routes and what is stored have none yet; they do not share the limits of one without a name."""
+    rules = quotas(limits=(LimitConfig(per="model", concurrent_requests=1, requests_per_minute=1),))
+    async with rules.file_work(exchange(), None) as first, rules.file_work(exchange(), None, only=True) as second:
+        first.counted = second.counted = True
+        async with rules.file_work(exchange(), None):
+            pass
+    async with rules.file_work(exchange(), ModelName("tiny")):
+        with pytest.raises(RateLimitExceeded):
+            async with rules.file_work(exchange(), ModelName("tiny")):
+                pytest.fail("nothing is read")
+
+
 async def test_files_are_not_read_for_a_budget_that_is_spent() -> None:
     tier = TierConfig(name="free", daily_budget=30 / NANOS)
     rules, model = quotas(tier), ModelName("tiny")

@@ -72,6 +72,13 @@ async def test_a_failure_is_known_for_a_while() -> None:
             await kept.text(key, broken)
     assert broken.count == 1
     clock.now += FAILURE_S
+
+    async def leaves() -> str:
+        assert kept.size == kept._bytes.value == 0, "what has expired takes nothing while it is read again"
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await kept.text(key, leaves)
     assert await kept.text(key, Reader()) == "text"
 
 

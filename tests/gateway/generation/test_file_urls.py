@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.config import load
@@ -42,6 +43,10 @@ class Web:
                 elif path == "/loop":
                     self.send_response(307)
                     self.send_header("location", "/loop")
+                    self.end_headers()
+                elif path == "/no-url":
+                    self.send_response(302)
+                    self.send_header("location", "https:////[x")
                     self.end_headers()
                 elif path == "/endless":
                     self.send_response(200)
@@ -115,6 +120,7 @@ async def test_a_file_with_its_name_and_nothing_but_its_url_is_sent(web: Web) ->
         ("/people.csv?content-encoding=gzip", "compresses it"),
         ("/endless", "more than 100 bytes"),
         ("/loop", f"more than {MOST_REDIRECTS} times"),
+        ("/no-url", "not valid"),
         ("/to?https://example.org/x", "not fetched from example.org"),
         ("/to?http://localhost/x", "not fetched from localhost"),
         ("/to?file:///etc/passwd", "must begin with https:// or http://"),
@@ -127,6 +133,13 @@ async def test_what_is_not_a_file_for_a_model(web: Web, path: str, why: str) -> 
             await files.fetch(web.url + path, 100)
         with pytest.raises(NotFetched, match="more than 3 bytes"):
             await files.fetch(f"{web.url}/people.csv", 3)
+
+
+@pytest.mark.parametrize("url", ["https://[::1", "https://a:b/", "http://\u2100\uff0e["])
+async def test_what_is_no_url(web: Web, url: str) -> None:
+    async with urls(web.config) as files:
+        with pytest.raises(NotFetched, match="not valid"):
+            await files.fetch(url, 100)
 
 
 async def test_private_addresses_are_not_reached_whatever_the_host_is_called(
@@ -150,6 +163,18 @@ async def test_private_addresses_are_not_reached_whatever_the_host_is_called(
         assert (await files.fetch(f"{there}/people.csv", 100)).body == CSV
         with pytest.raises(NotFetched, match="private address"):
             await files.fetch(f"{there}/to?http://127.0.0.1:{web.port}/people.csv", 100)
+
+
+async def test_only_hosts_that_are_named_may_be_in_private_networks(web: Web) -> None:
+    """Anybody can give a name to an address in there."""
+    async with urls(web.config, url_hosts=(f"*:{web.port}",)) as files:
+        with pytest.raises(NotFetched, match="private address"):
+            await files.fetch(f"{web.url}/people.csv", 100)
+        assert web.asked == []
+    async with urls(web.config, url_hosts=(f"*:{web.port}", f"127.0.0.1:{web.port}")) as files:
+        assert (await files.fetch(f"{web.url}/people.csv", 100)).body == CSV
+        with pytest.raises(NotFetched, match="private address"):
+            await files.fetch(f"{web.url}/to?http://127.0.0.2:{web.port}/people.csv", 100)
 
 
 async def test_which_hosts_are_allowed(web: Web) -> None:
@@ -185,6 +210,11 @@ async def test_which_hosts_are_allowed(web: Web) -> None:
 async def test_a_server_that_does_not_answer_is_given_up(web: Web) -> None:
     async with urls(web.config, url_timeout_s=0.1) as files:
         with pytest.raises(NotFetched, match=r"within 0\.1 seconds"):
+            await files.fetch(f"{web.url}/silent", 100)
+    async with urls(web.config, url_timeout_s=60) as files:
+        assert files._named is not None
+        files._named.timeout = httpx.Timeout(0.1)  # a step of the client is over time first
+        with pytest.raises(NotFetched, match="within 60 seconds"):
             await files.fetch(f"{web.url}/silent", 100)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -258,6 +259,24 @@ async def test_only_the_same_user_resumes_and_it_counts_once(serving: Serving, t
         assert [reply.status_code for reply in replies] == [200, 429], "the stream was one request"
         left = int(replies[0].headers["x-ratelimit-remaining-tokens"])
         assert 900 - left < 2 * len(SAID), "its tokens count once"
+
+
+async def test_a_stream_about_a_file_is_one_request_too(serving: Serving, tmp_path: Path, text: TextModel) -> None:
+    tier = TierConfig(name="free", requests_per_minute=3, concurrent_requests=1)
+    async with gateways(serving, tmp_path, text, tiers=(tier,), default_tier="free") as running:
+        client = running[0].client
+        await client.post("/v1/admin/tenants", json={"id": "acme"})
+        headers = {"authorization": f"Bearer {await make_key(running[0], scopes=['admin', 'inference'])}"}
+        file = {"type": "file", "file": {"file_data": base64.b64encode(b"Ann is 41.").decode()}}
+        follower = Follower(
+            "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [file]}]}, headers
+        )
+        for most in (4, 8, None):
+            assert await follower.follow(client, most) == 200, "what it goes on with was counted"
+        assert follower.events[-1] == "data: [DONE]"
+        made_up = {**headers, "last-event-id": "0" * 32 + ".1"}
+        replies = [await client.post(follower.path, json=follower.body, headers=made_up) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [404, 429], "nor are files read for nothing again and again"
 
 
 async def test_the_official_sdk_ignores_ids(serving: Serving) -> None:

@@ -85,12 +85,14 @@ async def test_what_is_still_in_memory_is_written_at_the_end(serving: Serving, t
         assert len(await read(running)) == 1
 
 
-async def test_a_sink_that_is_away_changes_nothing_for_requests(serving: Serving, tmp_path: Path) -> None:
+async def test_a_sink_that_is_away_changes_nothing_for_requests(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    away = RequestLogConfig(
-        url=f"sqlite:///{tmp_path / 'file' / 'log.db'}", spool=str(tmp_path / "spool"), flush_s=0.01
-    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    away = RequestLogConfig(url=f"sqlite:///{tmp_path / 'file' / 'log.db'}", spool="~/spool", flush_s=0.01)
     async with serving(**settings(tmp_path, request_log=away)) as running:
+        assert (tmp_path / "spool").is_dir()
         replies = await asyncio.gather(*(running.chat() for _ in range(20)))
         assert {reply.status_code for reply in replies} == {200}
         await eventually(lambda: running.parts.metrics.request_log_spooled.value == 20)

@@ -61,7 +61,9 @@ export default {
     async read() {
       const found = await list("/v1/admin/webhooks", this.most);
       [this.endpoints, this.more] = [found.data, found.more];
-      if (this.shown) this.shown = await get(this.path(this.shown));
+      const shown = this.shown;
+      const again = shown && (await get(this.path(shown)));
+      if (this.shown === shown) this.shown = again; // else it was closed meanwhile
     },
     path: (row) => `/v1/admin/webhooks/${encodeURIComponent(row.id)}`,
     async open(row) {

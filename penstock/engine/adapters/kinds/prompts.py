@@ -102,14 +102,15 @@ def _of_task(tensors: Tensors, raw: Mapping[str, Any]) -> Tensor:
     if not set(_TASK) <= set(keys):
         raise CheckpointError(f"{WEIGHTS} has no {' and '.join(_TASK)}")
     columns, by = (tensors.get_tensor(key) for key in _TASK)
-    count, ranks = raw.get("num_tasks", 1), columns.shape[-1]
-    if columns.shape != (count, len(rows), ranks) or by.shape != (count, ranks, rows.shape[1]):
+    count, ranks = raw.get("num_tasks", 1), columns.shape[-1] if columns.dim() else 0
+    fits = rows.dim() == 2 and columns.shape == (count, len(rows), ranks)
+    if not fits or by.shape != (count, ranks, rows.shape[1]):
         raise CheckpointError(
             f"{WEIGHTS}: {_TASK[0]} is {tuple(columns.shape)} and {_TASK[1]} {tuple(by.shape)}, which do not fit "
             f"{count} tasks and rows of {tuple(rows.shape)}"
         )
     task = _task(raw)
-    return rows * (columns[task] @ by[task]).to(rows.dtype)
+    return rows.float() * (columns[task].float() @ by[task].float())
 
 
 PROMPTS: Mapping[str, Prompts] = {

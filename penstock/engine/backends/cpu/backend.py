@@ -60,12 +60,22 @@ class CpuBackend(ReferenceBackend):
         self.ops = self._native = ops
         self.native: NativeLibrary = ops.handle
 
+    @property
+    def _has_byte_vectors(self) -> bool:
+        """Whether several rows are multiplied in bytes, on vectors: x86 CPUs without matrix tiles."""
+        return self._native.handle.has_per_channel and not self._native.handle.has_matrix
+
     def _auto_kv_dtype(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-        """int8 where decode attention multiplies an int8 cache as stored (csrc/attention/amx/decode_int8.h)."""
+        """int8 where decode attention multiplies an int8 cache as stored (csrc/attention/amx/decode_int8.h), and on x86
+        CPUs without bfloat16, unless float32 is asked for: reading the cache is what bounds attention there."""
+        handle = self._native.handle
+        if model.latent is not None:
+            return dtype
+        if self._has_byte_vectors:
+            return INT8 if dtype == torch.float32 and config.dtype == "auto" else dtype
         multiplies_bytes = (
-            self._native.handle.has_byte_attention
+            handle.has_byte_attention
             and dtype == torch.bfloat16
-            and model.latent is None
             and model.head_dim % 64 == 0
             and model.num_heads <= 8 * model.num_kv_heads
             and config.block_size % 16 == 0
@@ -88,9 +98,10 @@ class CpuBackend(ReferenceBackend):
     def _plan(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
         handle = self._native.handle
         matrix = handle.has_matrix and dtype == torch.bfloat16
+        few_bits_pay = not has_bfloat16() or self._has_byte_vectors
         blocks = config.weights in ("int8", "int4") or (
             config.weights == "auto"
-            and (isinstance(weights, QuantizedCheckpoint) or (config.dtype == "auto" and not has_bfloat16()))
+            and (isinstance(weights, QuantizedCheckpoint) or (config.dtype == "auto" and few_bits_pay))
         )
         as_stored = config.weights == "fp8" or (config.weights == "auto" and isinstance(weights, Fp8Checkpoint))
         if not (matrix or blocks or as_stored):
@@ -98,7 +109,8 @@ class CpuBackend(ReferenceBackend):
         # A lone sequence is verified in the arithmetic it decodes in; otherwise draft tokens would change close calls.
         steady = 0 if config.speculation == "off" else config.speculation_depth + 2
         form: WeightForm = "dense" if config.weights == "fp8" else config.weights
-        rest = BlockQuantizer(handle, form, config.activations, matrix, config.deterministic, steady)
+        per_channel = matrix or (self._has_byte_vectors and config.dtype != "float32")
+        rest = BlockQuantizer(handle, form, config.activations, matrix, config.deterministic, steady, per_channel)
         if not as_stored:
             return WeightPlan(rest)
         many = not config.deterministic

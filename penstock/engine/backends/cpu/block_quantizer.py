@@ -19,7 +19,7 @@ from penstock.engine.quantization.stored import stored_groups
 
 _BITS = {"int8": 8, "int4": 4}
 _PER_CHANNEL_BUDGET = 1 << 30
-"""Bytes for per-channel copies of few-bit weights, where the CPU has matrix tiles: all of a small model's."""
+"""Bytes for per-channel copies of few-bit weights: all of a small model's."""
 _STORED = ("Q4_0", "Q4_1", "Q8_0")
 
 
@@ -34,13 +34,15 @@ class BlockQuantizer:
         matrix: bool = False,
         fixed: bool = False,
         steady_rows: int = 0,
+        per_channel: bool = False,
     ) -> None:
-        """`fixed`: one form for any number of rows, which also holds where `activations` names one;
-        `steady_rows`: one form for fewer rows than that."""
+        """`per_channel`: keep per-channel copies, for several rows; `fixed`: one form for any number of rows, which
+        also holds where `activations` names one; `steady_rows`: one form for fewer rows than that."""
         self.handle = handle
         self.matrix = matrix
         """Keep what stays dense in bfloat16 matrix tiles instead of leaving it to the vendor's library."""
         self._per_channel_budget = _PER_CHANNEL_BUDGET
+        self._keeps_per_channel = per_channel
         self.form = form
         self.activation_parts = 1 if activations == "int8" else 2
         self.fixed = fixed or activations != "auto"
@@ -76,7 +78,7 @@ class BlockQuantizer:
             first_rows["bfloat16"] = 1 if linear.bits == 16 else 0
             return linear
         size = linear.in_features * linear.out_features
-        if self.matrix and linear.bits < 16 and size <= self._per_channel_budget:
+        if self._keeps_per_channel and linear.bits < 16 and size <= self._per_channel_budget:
             self._per_channel_budget -= size
             linear.keep_per_channel()
         if self._tuner is not None:

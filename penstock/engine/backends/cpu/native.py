@@ -204,6 +204,8 @@ class Handle:
         self.isa = str(self.lib.pk_isa().decode())
         self.has_matrix = bool(self.lib.pk_linear_has_matrix())
         """Whether linears can run on matrix tiles (AMX)."""
+        self.has_per_channel = self.lib.pk_linear_per_channel_bytes(16, 64) > 0
+        """Whether linears have a form on a per-channel int8 copy of their weights: on matrix tiles or on vectors."""
         self.has_byte_attention = bool(self.lib.pk_attention_has_bytes())
         """Whether attention multiplies an int8 cache without widening it."""
         self.library_name = f"{self.lib.path.stem}-{self.lib.set}"

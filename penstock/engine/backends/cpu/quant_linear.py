@@ -63,7 +63,7 @@ class QuantLinear:
 
     def keep_per_channel(self) -> None:
         """Keep per-channel int8 beside the few bits: a byte more per weight, and the fastest form for several rows."""
-        if self.per_channel is None and self._handle.has_matrix and self.bits < 16:
+        if self.per_channel is None and self._handle.has_per_channel and self.bits < 16:
             shape = self.out_features, self.in_features
             self.per_channel = self._handle.memory.take(self._handle.lib.pk_linear_per_channel_bytes(*shape))
             self._pack_per_channel(None)

@@ -48,7 +48,8 @@ class Tuner:
         if linear.per_channel is not None:
             first_rows.clear()
             # A single row is bound by bytes, of which packed weights have fewer; here, in caches, that does not show.
-            first_rows["per_channel"] = self._crossover(linear, "per_channel", torch.bfloat16, _FEW[1:])
+            dtype = torch.bfloat16 if self._handle.has_matrix else torch.float32
+            first_rows["per_channel"] = self._crossover(linear, "per_channel", dtype, _FEW[1:])
         elif linear.bits < 16 and self._handle.has_matrix:
             first_rows["bfloat16"] = 0
             first_rows["per_group"] = self._crossover(linear, "per_group", torch.bfloat16, _FEW)

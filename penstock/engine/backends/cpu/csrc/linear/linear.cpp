@@ -11,6 +11,7 @@
 #include "linear/integer.h"
 #include "linear/neon/float16.h"
 #include "linear/pack.h"
+#include "linear/per_channel_vectors.h"
 
 using namespace pk::PK_SET;
 
@@ -94,9 +95,9 @@ PK_FUNCTION(int, pk_linear_pack_gguf)(Context* ctx, const uint8_t* raw, uint8_t*
     return bad.load();
 }
 
-// Bytes of the per-channel copy.
+// Bytes of the per-channel copy; 0: this instruction set does not use one.
 PK_FUNCTION(int64_t, pk_linear_per_channel_bytes)(int64_t columns, int64_t depth) {
-#if defined(PK_AMX)
+#if defined(PK_PER_CHANNEL)
     return round_up(columns, kColumns) / kColumns * per_channel_tile_bytes(depth);
 #else
     (void)columns, (void)depth;
@@ -107,7 +108,7 @@ PK_FUNCTION(int64_t, pk_linear_per_channel_bytes)(int64_t columns, int64_t depth
 // The per-channel copy of packed few-bit weights, multiplied by `input_scale` [depth] unless that is null.
 PK_FUNCTION(void, pk_linear_pack_per_channel)(Context* ctx, const uint8_t* weights, const float* input_scale,
                                               uint8_t* out, int64_t columns, int64_t depth, int bits) {
-#if defined(PK_AMX)
+#if defined(PK_PER_CHANNEL)
     Guard hold(ctx->busy);
     const int64_t blocks = depth / kDepth, tiles = round_up(columns, kColumns) / kColumns;
     ctx->pool.rows(tiles, 1, [&](int64_t begin, int64_t end, int thread) {
@@ -132,15 +133,26 @@ enum Form : int {
 static_assert(sizeof(LinearArgs::first_rows) == kForms * sizeof(int64_t), "first_rows has an entry per form");
 
 using Linear = void (*)(Context*, const LinearArgs&);
+#if !defined(PK_PER_CHANNEL)
+constexpr Linear linear_per_channel = nullptr;
+#endif
 #if !defined(PK_AMX)
-constexpr Linear linear_per_channel = nullptr, linear_bfloat16 = nullptr, linear_per_group = nullptr;
+constexpr Linear linear_bfloat16 = nullptr, linear_per_group = nullptr;
 #endif
 #if !defined(PK_HALF)
 constexpr Linear linear_float16 = nullptr;
 #endif
 
 enum Weights { packed, per_channel };
-enum Activations { any = -1, bfloat16 = 2 };
+enum Activations {
+    any = -1,
+    bfloat16 = 2,
+#if defined(PK_AMX)
+    any_but_on_tiles = bfloat16,
+#else
+    any_but_on_tiles = any,
+#endif
+};
 
 const struct {
     Linear run;  // null: this instruction set does not have the form

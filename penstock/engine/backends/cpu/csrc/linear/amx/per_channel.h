@@ -14,77 +14,13 @@
 #include "linear/amx/weight_tiles.h"
 #include "elementwise/gumbel.h"
 #include "linear/linear.h"
-#include "linear/avx512/hadamard.h"
+#include "linear/per_channel_weights.h"
 
 #if defined(PK_AMX)
 
 namespace pk::PK_SET {
 
-constexpr int64_t kStep = 64;  // depths of a tile of bytes
-
-inline int64_t per_channel_steps(int64_t depth) { return (depth + kStep - 1) / kStep; }
-
-// A tile of 16 columns: its steps, then the columns' scales.
-inline int64_t per_channel_tile_bytes(int64_t depth) { return per_channel_steps(depth) * kTileBytes + kColumns * 4; }
-
-// Calls f(k, values) for depths k .. k + 3 of a packed tile, a column per lane; times `input_scale`, if any.
-template <class F>
-inline void each_four(const Tile& tile, int bits, int64_t blocks, const float* input_scale, F&& f) {
-    const auto give = [&](int64_t k, vf (&values)[4]) {
-        if (input_scale)
-            PK_UNROLL for (int j = 0; j < 4; ++j) values[j] *= splat(input_scale[k + j]);
-        f(k, values);
-    };
-    const auto load_row = [](const uint8_t* from) {
-        vi row;
-        std::memcpy(&row, from, 64);
-        return row;
-    };
-    for (int64_t b = 0; b < blocks; ++b) {
-        const vf scale = load(tile.scale + b * kColumns);
-        if (bits == 4) {
-            const vf minimum = load(tile.minimum + b * kColumns);
-            for (int row = 0; row < 4; ++row) {
-                const vi pairs = load_row(tile.q + b * Q4::kBytes + row * 64) ^ (0x01010101 * kStoredFlip);
-                PK_UNROLL for (int half = 0; half < 2; ++half) {
-                    vf values[4];
-                    PK_UNROLL for (int j = 0; j < 4; ++j)
-                        values[j] = scale * __builtin_convertvector(pairs >> (8 * j + 4 * half) & 15, vf) + minimum;
-                    give(b * kDepth + half * 16 + row * 4, values);
-                }
-            }
-        } else {
-            for (int row = 0; row < 8; ++row) {
-                const vi bytes = load_row(tile.q + b * Q8::kBytes + row * 64);
-                vf values[4];
-                PK_UNROLL for (int j = 0; j < 4; ++j)
-                    values[j] = scale * __builtin_convertvector((bytes << (24 - 8 * j)) >> 24, vf);
-                give(b * kDepth + row * 4, values);
-            }
-        }
-    }
-}
-
-// One per-channel tile from a packed one. `rotated`: memory for as many vectors as its steps have depths.
-inline void pack_per_channel_tile(const Tile& tile, int bits, int64_t blocks, const float* input_scale, vf* rotated, uint8_t* to) {
-    const int64_t depth = per_channel_steps(blocks * kDepth) * kStep;
-    each_four(tile, bits, blocks, input_scale, [&](int64_t k, const vf (&values)[4]) {
-        PK_UNROLL for (int j = 0; j < 4; ++j) rotated[k + j] = values[j];
-    });
-    std::fill(rotated + blocks * kDepth, rotated + depth, splat(0));
-    rotate_lanes(rotated, depth);
-    vf most = splat(0);
-    for (int64_t k = 0; k < depth; ++k) most = vmax(most, vabs(rotated[k]));
-    store(reinterpret_cast<float*>(to + depth / kStep * kTileBytes), most * splat(1 / (127.0f * kRotation)));
-    vf inverse;
-    for (int n = 0; n < kColumns; ++n) inverse[n] = most[n] > 0 ? 127.0f / most[n] : 0.0f;
-    for (int64_t k = 0; k < depth; k += 4) {
-        vi bytes = vi{};
-        PK_UNROLL for (int j = 0; j < 4; ++j)
-            bytes |= (((vi)(rotated[k + j] * inverse + splat(12582912.0f)) - 0x4b400000) & 255) << 8 * j;
-        std::memcpy(to + k / kStep * kTileBytes + k % kStep / 4 * 64, &bytes, 64);
-    }
-}
+static_assert(kStepBytes == kTileBytes, "a step of the per-channel weights is a tile");
 
 class PerChannelProduct {
   public:
@@ -228,14 +164,7 @@ class PerChannelProduct {
 
     // Rotates a row; returns its largest magnitude, infinity or NaN if there is one.
     float rotate(const bf16* x, float* rotated) const {
-        const auto at = [&](int64_t k) { return k < a.depth ? scaled_input(x, k) : splat(0); };
-        const int across = rotated_vectors(depth());
-        const int32_t bits = across == 16  ? rotate_row<16>(depth(), rotated, at)
-                             : across == 8 ? rotate_row<8>(depth(), rotated, at)
-                                           : rotate_row<4>(depth(), rotated, at);
-        float most;
-        std::memcpy(&most, &bits, 4);
-        return most;
+        return rotate_any_row(depth(), rotated, [&](int64_t k) { return k < a.depth ? scaled_input(x, k) : splat(0); });
     }
 
     // 64 depths to a row of a tile.

@@ -4,21 +4,23 @@
 // times that of the rows, since H H = 64; but a number much larger than its neighbours is spread over all of them, so that
 // it no longer sets a step that is too coarse for the rest. Additions alone: six stages of sums and differences.
 //
-// Which depths are mixed is free, so they are chosen to suit vectors: the same lane of up to 16 vectors in a row, where a
-// stage is an addition and a subtraction, and neighbouring lanes for the stages that are left.
+// Which depths are mixed is free, so they are chosen to suit vectors: the same lane of up to 16 vectors in a row (8 of
+// AVX2, which has half the registers), where a stage is an addition and a subtraction, and neighbouring lanes for the
+// stages that are left.
 
 #pragma once
 
 #include "common/simd.h"
 
-#if defined(PK_AVX512)
+#if defined(PK_AVX512) || defined(PK_AVX2)
 
 namespace pk::PK_SET {
 
 constexpr int kRotation = 64;  // depths that a rotation mixes
 
-// The number of vectors over which lanes are mixed in rows of `depth`, a multiple of 64: 4, 8 or 16.
+// The number of vectors over which lanes are mixed in rows of `depth`, a multiple of 64: 4, 8 or 16, with AVX2 always 8.
 inline int rotated_vectors(int64_t depth) {
+    if (VL < 16) return kRotation / VL;
     const int64_t vectors = depth / VL;
     return int(std::min<int64_t>(16, vectors & -vectors));
 }
@@ -45,6 +47,7 @@ inline void rotate_lanes(vf* x, int64_t depth) {
 }
 
 // STAGES stages within a vector: every lane plus or minus the one whose index differs in one bit.
+#if defined(PK_AVX512)
 template <int STAGES>
 PK_INLINE vf rotate_within(vf x) {
     const __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_set1_ps(-1.0f);
@@ -55,6 +58,18 @@ PK_INLINE vf rotate_within(vf x) {
     if (STAGES > 3) v = _mm512_fmadd_ps(v, _mm512_mask_blend_ps(0xff00, one, minus), _mm512_shuffle_f32x4(v, v, 0x4e));
     return (vf)v;
 }
+#else
+template <int STAGES>
+PK_INLINE vf rotate_within(vf x) {
+    static_assert(STAGES == 3, "eight lanes");
+    const __m256 one = _mm256_set1_ps(1.0f), minus = _mm256_set1_ps(-1.0f);
+    __m256 v = (__m256)x;
+    v = _mm256_fmadd_ps(v, _mm256_blend_ps(one, minus, 0xaa), _mm256_permute_ps(v, 0xb1));
+    v = _mm256_fmadd_ps(v, _mm256_blend_ps(one, minus, 0xcc), _mm256_permute_ps(v, 0x4e));
+    v = _mm256_fmadd_ps(v, _mm256_blend_ps(one, minus, 0xf0), _mm256_permute2f128_ps(v, v, 1));
+    return (vf)v;
+}
+#endif
 
 // Rotates a row of `depth`, read 16 depths at a time from `at(k)`, to `out`. Returns the bits of the largest magnitude:
 // those of infinity or NaN if there is one, since magnitudes order as their bits do.
@@ -66,12 +81,30 @@ PK_INLINE int32_t rotate_row(int64_t depth, float* out, F&& at) {
         PK_UNROLL for (int i = 0; i < ACROSS; ++i) x[i] = at(k + i * VL);
         PK_UNROLL for (int half = 1; half < ACROSS; half *= 2) hadamard_stage(x, ACROSS, half);
         PK_UNROLL for (int i = 0; i < ACROSS; ++i) {
-            const vf y = rotate_within<ACROSS == 16 ? 2 : ACROSS == 8 ? 3 : 4>(x[i]);
+            constexpr int kLanes = kRotation / ACROSS;
+            const vf y = rotate_within<kLanes == 4 ? 2 : kLanes == 8 ? 3 : 4>(x[i]);
             top = max_bits(top, (vi)vabs(y));
             store(out + k + i * VL, y);
         }
     }
     return hmax_bits(top);
+}
+
+// The same for any depth; returns the largest magnitude, infinity or NaN if there is one.
+template <class F>
+PK_INLINE float rotate_any_row(int64_t depth, float* out, F&& at) {
+    int32_t bits;
+#if defined(PK_AVX512)
+    const int across = rotated_vectors(depth);
+    bits = across == 16  ? rotate_row<16>(depth, out, at)
+           : across == 8 ? rotate_row<8>(depth, out, at)
+                         : rotate_row<4>(depth, out, at);
+#else
+    bits = rotate_row<8>(depth, out, at);
+#endif
+    float most;
+    std::memcpy(&most, &bits, 4);
+    return most;
 }
 
 }  // namespace pk::PK_SET
