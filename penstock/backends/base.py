@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -79,8 +80,9 @@ class Backend(Protocol):
 
     async def close(self) -> None: ...
 
-    async def wait_ready(self, within: float) -> EngineInfo:
-        """The engine's info once it is ready; `EngineUnavailable` after `within` seconds."""
+    async def wait_ready(self, within: float, *, at_most: float = math.inf) -> EngineInfo:
+        """The engine's info once it is ready; `EngineUnavailable` after `within` seconds. `at_most`: what the client
+        allows, also where requests are held longer than `within`."""
 
     def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
         """Runs `request`; its deltas go to `mailbox` as choice `index`. Returns the replica (`x-penstock-replica`).
@@ -194,7 +196,8 @@ class EngineClient(ABC):
     @abstractmethod
     async def close(self) -> None: ...
 
-    async def wait_ready(self, within: float) -> EngineInfo:
+    async def wait_ready(self, within: float, *, at_most: float = math.inf) -> EngineInfo:
+        within = min(within, at_most)
         if not self._ready.is_set():
             if self._waiters >= self._max_waiters:
                 raise EngineUnavailable(
@@ -209,7 +212,7 @@ class EngineClient(ABC):
             finally:
                 self._waiters -= 1
         if not self._ready.is_set() or self._info is None:
-            why = f"cannot be used: {self.problem}." if self.problem else f"is down (waited {within:g} s)."
+            why = f"cannot be used: {self.problem}." if self.problem else f"is down (waited {within:.3g} s)."
             raise EngineUnavailable(
                 f"The engine for this model {why}{'' if self.problem else ' It may be starting; try again.'}",
                 reason="queue_timeout",

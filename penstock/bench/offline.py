@@ -21,7 +21,7 @@ from penstock.bench.workloads import Workload
 from penstock.engine.backends.select import pick_device, pick_dtype
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
-from penstock.engine.kv.kinds import PagedKV, PagedLatent
+from penstock.engine.kv.kinds import BothKinds, PagedKV, PagedLatent
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def measure(
 ) -> list[Metrics]:
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
-    kinds = loaded.engine.runner.kv.shape.kinds
+    kinds = [kind.first if isinstance(kind, BothKinds) else kind for kind in loaded.engine.runner.kv.shape.kinds]
     kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV | PagedLatent))
     weight_bytes, expert_bytes = loaded.bytes_by_kind
     cost = shapes.cost(

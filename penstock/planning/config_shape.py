@@ -7,6 +7,7 @@ Others are read by the keys that their configurations share: enough to count par
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.backends.activation import has_gate
@@ -52,6 +53,9 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
     mla, latent = None, model.latent
     if latent is not None:
         mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank, latent.input_bias)
+        index = latent.index
+        if index is not None:
+            mla = replace(mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers)
     return ModelShape(
         name=name,
         family=model.family,

@@ -224,7 +224,9 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     # With latent attention every shard has the whole latent.
     elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
     layers = shape.attended_in(first, last)
-    return layers * round(elements * deployment.block_size * deployment.kv_bytes)
+    index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
+    keys = round(index * deployment.block_size * deployment.weights.dense_bytes)
+    return layers * round(elements * deployment.block_size * deployment.kv_bytes) + keys
 
 
 def _stage(deployment: Deployment, stage: int) -> MemoryPlan:

@@ -54,11 +54,20 @@ class Mla:
     """Width that queries are compressed to; None: they are not."""
     bias: bool = False
     """Whether the compressing matrices have biases."""
+    index_heads: int = 0
+    index_dim: int = 0
+    """Of indexers, which choose the tokens that are attended to; 0: there are none."""
+    indexed: tuple[bool, ...] = ()
+    """Which layers have one: it keeps a key of each token."""
 
     @property
     def cached(self) -> int:
-        """Elements of the cache per token and layer."""
+        """Elements of the cache per token and layer, without the indexer's."""
         return self.kv_rank + self.rope_dim
+
+    def index_keys(self, first: int, last: int) -> int:
+        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
+        return self.index_dim * sum(self.indexed[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +240,16 @@ class ModelShape:
         """The parameters of one layer."""
         return self._parts(*self._kind(index))
 
-    def _kind(self, index: int) -> tuple[bool, bool, str]:
-        """Whether a layer has experts, whether it is recurrent, and its one part, where it has only one."""
+    def _kind(self, index: int) -> tuple[bool, bool, str, bool]:
+        """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, and whether it has
+        an indexer."""
         routed = self.moe is not None and self.moe.layers[index]
         recurrent = self.recurrent
         part = self.only[index] if self.only else ""
-        return routed, recurrent is not None and recurrent.layers[index], part
+        indexed = self.mla is not None and bool(self.mla.indexed) and self.mla.indexed[index]
+        return routed, recurrent is not None and recurrent.layers[index], part, indexed
 
-    def _parts(self, routed: bool, recurrent: bool, part: str = "") -> LayerParts:
+    def _parts(self, routed: bool, recurrent: bool, part: str, indexed: bool) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
         if part == "feed_forward" and not routed:
@@ -261,6 +272,9 @@ class ModelShape:
             key_value = 0
             small += mla.kv_rank + (hidden if self.output_bias else 0)
             small += mla.cached + (mla.q_rank or 0) if mla.bias else 0
+            if indexed:
+                latent += hidden * mla.index_dim + (mla.q_rank or 0) * mla.index_heads * mla.index_dim
+                small += hidden * mla.index_heads + 2 * mla.index_dim
         elif recurrent and self.delta is not None:
             delta = self.delta
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
@@ -364,7 +378,7 @@ class ModelShape:
 
     @property
     def kv_elements_per_layer(self) -> int:
-        """Elements that one token leaves in the cache of one layer."""
+        """Elements that one token leaves in the cache of one layer, without those for an indexer."""
         return 2 * self.kv_heads * self.head_dim if self.mla is None else self.mla.cached
 
     @property
@@ -406,8 +420,9 @@ class ModelShape:
         return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.state_bytes()
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
-        """Bytes that one token leaves in the cache, with elements of `kv_bytes` each."""
-        return round(self.kv_elements * kv_bytes)
+        """Bytes that one token leaves in the cache, with elements of `kv_bytes` each, and of 2 for indexers."""
+        index = 0 if self.mla is None else self.mla.index_keys(0, self.layers)
+        return round(self.kv_elements * kv_bytes) + 2 * index
 
     def context_elements(self, context: int) -> int:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""

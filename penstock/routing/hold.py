@@ -8,6 +8,7 @@ that is refused or has another model to go to.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,34 +59,37 @@ class HoldQueue:
         begun = self._clock() if self._wanted_at is None else self._wanted_at
         return max(begun + self.cold_start_s - self._clock(), 1.0)
 
-    def check(self) -> None:
-        """Raises `EngineUnavailable` when a request need not begin to wait: too many do, or it would take too long."""
+    def check(self, at_most: float = math.inf) -> None:
+        """Raises `EngineUnavailable` when a request need not begin to wait: too many do, or it would take too long.
+        `at_most`: the seconds that its client allows."""
         limits, expected = self.limits, self.ready_in_s
+        seconds = min(limits.seconds, at_most)
         if self.waiting >= limits.most:
             raise EngineUnavailable(
                 f"`{self._model}` is starting and {self.waiting} requests already wait for it; try again.",
                 reason="queue_full",
                 retry_after=expected or limits.seconds,
             )
-        if expected is not None and expected > limits.seconds:
+        if expected is not None and expected > seconds:
+            longer = "requests are held" if seconds == limits.seconds else "this request may wait"
             raise EngineUnavailable(
                 f"`{self._model}` was asleep; it is started now, which takes about {expected:.0f} s, longer than "
-                f"requests are held ({limits.seconds:g} s); try again.",
+                f"{longer} ({seconds:.3g} s); try again.",
                 reason="queue_timeout",
                 retry_after=expected,
             )
 
-    async def wait(self, ready: Callable[[], bool]) -> None:
+    async def wait(self, ready: Callable[[], bool], at_most: float = math.inf) -> None:
         """Waits until a replica is ready; `EngineUnavailable` when that takes too long or too many wait already."""
-        self.check()
-        limits = self.limits
-        deadline = self._clock() + limits.seconds
+        self.check(at_most)
+        seconds = min(self.limits.seconds, at_most)
+        deadline = self._clock() + seconds
         self.waiting += 1
         try:
             while not ready():
                 if self._clock() >= deadline:
                     raise EngineUnavailable(
-                        f"`{self._model}` was asleep and is not ready after {limits.seconds:g} s; try again.",
+                        f"`{self._model}` was asleep and is not ready after {seconds:.3g} s; try again.",
                         reason="queue_timeout",
                         retry_after=self.ready_in_s or 5.0,
                     )

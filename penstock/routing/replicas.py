@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -224,7 +225,7 @@ class ReplicaSet:
         states = [member.backend.state for member in self._members if member.backend.ready]
         return "awake" if "awake" in states or not states else states[0]
 
-    async def wait_ready(self, within: float) -> EngineInfo:
+    async def wait_ready(self, within: float, *, at_most: float = math.inf) -> EngineInfo:
         self.arrived += 1
         if self.hold is not None:
             if self._staying_ready:
@@ -232,7 +233,8 @@ class ReplicaSet:
             else:
                 self.hold.wanted()
                 if within > 0:
-                    await self.hold.wait(lambda: self._staying_ready)
+                    await self.hold.wait(lambda: self._staying_ready, at_most)
+        within = min(within, at_most)
         staying = [member for member in self._members if not member.retiring]
         if len(staying) == 1:
             return await staying[0].backend.wait_ready(within)

@@ -17,7 +17,7 @@ VARIANTS = {
     "qwen3.5-moe", "deepseek-v2-groups", "deepseek-v3-halves", "granite-moe-shared", "granite4-experts-nope",
     "cohere-qknorm", "exaone4-full", "llama4-plain", "glm4-moe-groups", "phi3-half-rotated",
     "granite4-hybrid-dense", "falcon-h1-biased", "falcon-h1-norm-first", "bamba", "nemotron-h-biased",
-    "nemotron-h-narrow-experts", "mamba2-biased", "lfm2-biased", "lfm2-moe-plain",
+    "nemotron-h-narrow-experts", "mamba2-biased", "lfm2-biased", "lfm2-moe-plain", "glm-dsa",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in FAMILIES]

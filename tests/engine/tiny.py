@@ -60,6 +60,7 @@ DEEPSEEK_ROPE = {
     "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
+DSA: dict[str, Any] = {**DEEPSEEK, "index_topk": 24, "index_head_dim": 12, "index_n_heads": 16}
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -174,6 +175,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
             "n_shared_experts": 1,
         },
+    ),
+    "deepseek-v32": ("DeepseekV32Config", {**DSA, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
+    "glm-dsa": (
+        "GlmMoeDsaConfig",
+        {**DSA, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "full", "shared"], "attention_bias": True},
     ),
     "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),

@@ -72,11 +72,20 @@ CONFIG = {
     "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "n_shared_experts": 2, "first_k_dense_replace": 1, "max_position_embeddings": 1024,
 }  # fmt: skip
+INDEX = {"index_topk": 40, "index_head_dim": 16, "index_n_heads": 16}
 MODELS = {
     "v2 lite": {"model_type": "deepseek_v2", "q_lora_rank": None},
     "v2": {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "v3": {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2},
     "kimi": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "v3.2": {"model_type": "deepseek_v32", "n_group": 4, "topk_group": 2, **INDEX},
+    "glm-5": {
+        "model_type": "glm_moe_dsa",
+        "n_group": 1,
+        "topk_group": 1,
+        "indexer_types": ["full", "full", "shared"],
+        **INDEX,
+    },
 }
 
 

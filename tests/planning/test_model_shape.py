@@ -8,14 +8,19 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench import shapes as bench_shapes
 from penstock.engine.loading.random_checkpoint import tensor_shapes
-from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.families import FAMILIES, read_config
+from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.errors import CheckpointError, ConfigError, SourceError
+from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config
+from penstock.planning.deployment import Deployment
+from penstock.planning.memory import kv_block_bytes
 from penstock.planning.model_shape import known_config, known_models, model_shape, with_layers
 from tests.engine.loading.gguf_files import write_gguf
 
@@ -26,12 +31,13 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa")
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "head_dim": None,
 }  # fmt: skip
+INDEX = {"q_lora_rank": 24, "index_head_dim": 12, "index_n_heads": 6, "index_topk": 24, "first_k_dense_replace": 1}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
@@ -70,6 +76,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("deepseek_v3", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
         of("deepseek_v3", **LATENT, q_lora_rank=None, n_group=4, topk_group=2, attention_bias=True),
         of("kimi_k2", **LATENT, q_lora_rank=24, n_group=1, topk_group=1, first_k_dense_replace=1),
+        of("deepseek_v32", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
+        of("glm_moe_dsa", **LATENT, **INDEX, n_group=1, topk_group=1, indexer_types=["full", "full", "shared"]),
         of("granitemoeshared", **EXPERTS, attention_bias=True),
         of("granitemoehybrid", **GRANITE4),
         of("granitemoehybrid", **GRANITE4 | {"num_local_experts": 0}),
@@ -135,6 +143,15 @@ def test_kv_per_token_in_bf16(name: str, kib: int) -> None:
 def test_latent_attention_keeps_one_vector_and_one_rotated_key() -> None:
     assert model_shape("deepseek-v3").kv_bytes_per_token(2) == 576 * 61 * 2
     assert model_shape("deepseek-r1") is model_shape("deepseek-v3")
+
+
+def test_indexers_keep_a_key_in_the_type_of_activations() -> None:
+    config = of("glm_moe_dsa", **LATENT, **INDEX, n_group=1, topk_group=1, indexer_types=["full", "full", "shared"])
+    shape = shape_of_config(config, "tiny")
+    assert shape.kv_bytes_per_token(1) == 3 * 40 + 2 * 12 * 2
+    kinds = CacheParts(read_config(config), 16, torch.int8, torch.bfloat16).whole().kinds
+    deployment = Deployment(shape=shape, device=device("h100"), kv_dtype="int8", block_size=16)
+    assert kv_block_bytes(deployment) == sum(kind.block_bytes for kind in kinds)
 
 
 def test_windows_bound_what_attention_reads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ class Engine:
 
     async def close(self) -> None: ...
 
-    async def wait_ready(self, within: float) -> EngineInfo:
+    async def wait_ready(self, within: float, *, at_most: float = math.inf) -> EngineInfo:
         if not self.ready:
             raise EngineUnavailable("not up")
         return INFO
@@ -104,6 +105,21 @@ def test_the_queue_is_bounded_and_says_when_to_try_again() -> None:
         assert asyncio.get_running_loop().time() - begin == pytest.approx(55.0, abs=0.2)
         assert all(isinstance(result, EngineUnavailable) for result in results)
         assert {cast(EngineUnavailable, result).reason for result in results} == {"queue_timeout"}
+
+    in_virtual_time(main())
+
+
+def test_a_client_that_allows_less_is_held_for_less() -> None:
+    async def main() -> None:
+        found = sleeping()
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(EngineUnavailable, match="not ready after 2 s"):
+            await found.wait_ready(10.0, at_most=2.0)
+        assert asyncio.get_running_loop().time() - begin == pytest.approx(2.0, abs=0.2)
+        hold(found).cold_start_s = 20.0
+        with pytest.raises(EngineUnavailable, match=r"longer than this request may wait \(2 s\)"):
+            await found.wait_ready(10.0, at_most=2.0)
+        assert asyncio.get_running_loop().time() - begin == pytest.approx(2.0, abs=0.2)
 
     in_virtual_time(main())
 

@@ -84,6 +84,13 @@ class Decoder(ABC):
         return False
 
     @property
+    def captured_context(self) -> int | None:
+        """The longest context of steps that may be recorded or captured: those with longer ones compute something
+        else. None: any."""
+        latent = self.config.latent
+        return None if latent is None or latent.index is None else latent.index.most
+
+    @property
     def chained(self) -> bool:
         """Whether steps of one token have launches that compute products of two neighbouring layers."""
         return False

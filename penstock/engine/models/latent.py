@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.engine.backends.interface import LatentLayout, LatentWeights
+import torch
+
+from penstock.engine.backends.interface import IndexLayout, IndexNorm, LatentLayout, LatentWeights
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.composed import StackedLinear
+from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
@@ -14,6 +17,8 @@ from penstock.errors import CheckpointError
 QUERY, QUERY_DOWN, QUERY_UP = "q_proj", "q_a_proj", "q_b_proj"
 LATENT, LATENT_UP, OUTPUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 QUERY_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
+INDEXER, INDEX_QUERIES, INDEX_KEYS = "indexer.", "wq_b", "wk"
+INDEX_NORM, INDEX_WEIGHTS, _INDEX_EPS = "k_norm", "weights_proj", 1e-6
 
 
 def compose_layer(context: LayerContext) -> DecoderLayer:
@@ -40,7 +45,7 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         scale=config.attention_scale,
         interleaved=latent.interleaved,
     )
-    queries = heads * layout.query
+    queries, index = heads * layout.query, latent.index
 
     def inputs() -> Linear:
         kv = {LATENT: layout.cached}
@@ -56,7 +61,8 @@ def compose_attention(context: LayerContext) -> LatentAttention:
     narrow = latent.query_rank
     rows = latent.plain + latent.value
     return LatentAttention(
-        ops=context.inner,
+        # An indexer reads what the projections read, as plain numbers.
+        ops=context.inner if index is None else read.backend.ops,
         attention_ops=read.backend.ops,
         inputs=inputs(),
         output=read.linear(prefix, {OUTPUT: hidden}, heads * latent.value, config.output_bias),
@@ -70,6 +76,25 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         query_norm=None if narrow is None else read.norm(prefix + QUERY_NORM, narrow),
         query_up=None if narrow is None else read.linear(prefix, {QUERY_UP: queries}, narrow),
         cache_scale=read.kv_scales(prefix, 1)[0] if context.fp8_cache else None,
+        most=None if index is None else index.most,
+        indexer=None if index is None or not index.layers[context.index] else compose_indexer(context, prefix),
+    )
+
+
+def compose_indexer(context: LayerContext, attention: str) -> Indexer:
+    """`attention`: what the names of the layer's attention begin with."""
+    read, latent, hidden = context.read, context.config.latent, context.config.hidden_size
+    assert latent is not None and latent.index is not None and latent.query_rank is not None
+    index, at = latent.index, attention + INDEXER
+    norm = f"{at}{INDEX_NORM}"
+    return Indexer(
+        ops=read.backend.ops,
+        layout=IndexLayout(index.heads, index.dim, latent.rotary, index.most, index.interleaved),
+        keys=read.linear(at, {INDEX_KEYS: index.dim}, hidden),
+        norm=IndexNorm(read.get(f"{norm}.weight", index.dim), read.get(f"{norm}.bias", index.dim), _INDEX_EPS),
+        queries=read.linear(at, {INDEX_QUERIES: index.heads * index.dim}, latent.query_rank),
+        head_weights=read.get(f"{at}{INDEX_WEIGHTS}.weight", index.heads, hidden, dtype=torch.float32),
+        cos_sin=context.cos_sin,
     )
 
 

@@ -76,6 +76,19 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """Attention to few tokens that an indexer chooses (DSA): see `IndexLayout`."""
+
+    heads: int
+    dim: int
+    most: int
+    """Tokens that are chosen; up to so many all are."""
+    interleaved: bool
+    layers: tuple[bool, ...]
+    """Which layers have an indexer. The others attend to what the last one before them chose."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Attention over latents (MLA): see `LatentLayout`. The model then has one KV head, the latent's."""
 
@@ -92,6 +105,8 @@ class LatentConfig:
     """Of the norms between the projections."""
     input_bias: bool = False
     """Whether the projections down have a bias."""
+    index: IndexConfig | None = None
+    """None: tokens attend to everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,4 +307,5 @@ class ModelConfig:
     @property
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
-        return not self.parallel and not self.only and not self.sandwich_norms
+        indexed = self.latent is not None and self.latent.index is not None
+        return not self.parallel and not self.only and not self.sandwich_norms and not indexed

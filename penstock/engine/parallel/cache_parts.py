@@ -22,7 +22,7 @@ from penstock.engine.kv.kinds import (
     PagedRows,
     RecurrentState,
 )
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.model_config import IndexConfig, ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
 
@@ -42,6 +42,11 @@ class CacheParts:
     def blocks(self, place: Place) -> BlockPart:
         """What `place` has of every block."""
         model, size = self.model, self.block_size
+        if model.latent is not None and model.latent.index is not None:
+            found = self._indexed(model.latent.index, place)
+            if self.rows is not None:
+                found.append(self._rows(self.rows, here=place.rank == 0 and not place.data))
+            return BlockPart(tuple(found))
         if model.latent is None:
             heads = kv_head_span(model, place)
             shards = (replace(place, rank=shard) for shard in range(place.tensor))
@@ -57,6 +62,23 @@ class CacheParts:
         if self.rows is not None:  # where each shard has blocks of its own, rank 0 keeps the rows of all apart
             found.append(self._rows(self.rows, here=place.rank == 0 and not place.data))
         return BlockPart(tuple(found))
+
+    def _indexed(self, index: IndexConfig, place: Place) -> list[TensorPart]:
+        """Latents and index keys, which every shard has whole. The layers with an indexer come first, then the others,
+        as the cache has the tensors of each kind."""
+        latent, size = self.model.latent, self.block_size
+        assert latent is not None
+        begin, end = layer_span(len(index.layers), place)
+        found = []
+        for own in (True, False):
+            total, before = index.layers.count(own), index.layers[:begin].count(own)
+            layers = before, before + index.layers[begin:end].count(own)
+            sizes = [size * (latent.rank + latent.rotary) * self.kv_dtype.itemsize]
+            sizes += [size * SCALE_DTYPE.itemsize] * (self.kv_dtype == INT8)
+            sizes += [size * index.dim * self.dtype.itemsize] * own
+            gives = place.data or place.shard == 0
+            found += [TensorPart(total, 1, layers, ((0, 1),), 1, each, gives) for each in sizes if total]
+        return found
 
     def rows_alone(self) -> BlockPart:
         """Of every block, what a drafter reads."""
@@ -91,6 +113,10 @@ class CacheParts:
         if model.latent is not None:
             attends = PagedLatent(model.latent.rank + model.latent.rotary, size, self.kv_dtype)
         kinds: list[CacheKind] = [attends] * model.num_layers
+        if model.latent is not None and model.latent.index is not None:
+            index = model.latent.index
+            with_keys = BothKinds(attends, PagedRows(index.dim, size, self.dtype))
+            kinds = [with_keys if own else attends for own in index.layers]
         if model.recurrent:
             state: CacheKind = BothKinds(attends, self._state()) if self._beside else self._state()
             kinds = [state if recurrent else attends for recurrent in self._recurrent]

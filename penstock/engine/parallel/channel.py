@@ -134,6 +134,7 @@ class Forward:
             max_context=self.max_context,
             total_context=int(self.context_lens[self.num_decodes :].sum()),
             attended=attended(self.query_starts, self.context_lens, self.num_decodes),
+            longest=int(self.context_lens.max(initial=0)),
             states=None if self.states is None else StateBatch(*map(narrow, self.states)),
         )
 

@@ -78,6 +78,14 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
+    index = None if model.latent is None else model.latent.index
+    for stage in range(pipeline) if index is not None else ():
+        begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
+        if index is not None and not index.layers[begin]:
+            raise ConfigError(
+                f"pipeline_parallel: with {pipeline} stages one begins at layer {begin}, which attends to the tokens "
+                "that the layer before it chose; a stage must begin at a layer with an indexer"
+            )
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:
@@ -167,6 +175,10 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     short = model.short_conv
     if short is not None:
         short = dataclasses.replace(short, layers=short.layers[first:last], channels=short.channels // parts)
+    latent = model.latent
+    if latent is not None and latent.index is not None:
+        index = dataclasses.replace(latent.index, layers=latent.index.layers[first:last])
+        latent = dataclasses.replace(latent, index=index)
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -175,6 +187,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_layers=last - first,
         windows=model.windows[first:last],
         unrotated=model.unrotated[first:last],
+        latent=latent,
         moe=moe,
         delta=delta,
         mamba=mamba,

@@ -148,6 +148,7 @@ class InputBuilder:
             num_decodes=packed.num_decodes,
             max_query=packed.max_query,
             max_context=self._max_context(host),
+            longest=int(host.context_lens.max()),
             total_context=int(host.context_lens[packed.num_decodes :].sum()),
             attended=attended(host.query_starts, host.context_lens, packed.num_decodes),
             host=host if self.keep_host else None,

@@ -25,6 +25,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import compose_one, prefix_of
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
+from penstock.engine.models.latent import INDEX_KEYS, INDEXER
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
@@ -56,8 +57,12 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
-    names = weights.names()
-    return find_mtp(names, prefix_of(names, family_of(model.family).names), model.num_layers) is not None
+    names, tensors = weights.names(), family_of(model.family).names
+    layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)
+    if layout is None or model.latent is None or model.latent.index is None:
+        return layout is not None
+    # One that has no indexer attends to what the model's layers chose, which it does not see here.
+    return f"{layout.layer}{tensors.attention}{INDEXER}{INDEX_KEYS}.weight" in names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +154,9 @@ def load_mtp(
 
 def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -> ModelConfig:
     """The target with the MTP layer in place of its own: full attention, and experts if the layer has a router."""
+    latent = target.latent
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, layers=(True,)))
     moe, tensors = target.moe, family_of(target.family).names
     if moe is not None:
         routed = f"{layout.layer}{tensors.moe}{tensors.router}.weight" in names
@@ -158,5 +166,6 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         num_layers=1,
         windows=(None,),
         moe=moe,
+        latent=latent,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),
     )

@@ -11,7 +11,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.quotas import Reservation
-from penstock.gateway.accounting.targets import ttft_target
+from penstock.gateway.accounting.targets import time_left
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
@@ -32,6 +32,8 @@ SHADOW_PRIORITY = LINE_PRIORITY + 1
 """Of shadow requests: after batches too."""
 MOST_LATER = 16
 """How far the `priority` of a request can lower it: each step is as if it had arrived half a minute later."""
+SHORTEST_WAIT_S = 0.001
+"""That a client allows which has none of its `x-slo-ttft-ms` left: what need not wait still runs."""
 _NO_TIER = TierConfig()
 
 
@@ -171,7 +173,7 @@ class Admissions:
                 budget_left=1.0 if reservation is None else reservation.left,
                 tier=caller.tier,
                 placement=demand.placement,
-                max_wait_s=ttft_target(exchange),
+                max_wait_s=max(time_left(exchange), SHORTEST_WAIT_S),
             )
         )
 

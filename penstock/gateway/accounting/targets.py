@@ -19,6 +19,12 @@ def gap_target(exchange: Exchange) -> float | None:
     return _seconds(exchange, "x-slo-tpot-ms")
 
 
+def time_left(exchange: Exchange) -> float:
+    """Seconds that a request may still wait: what is left of its `x-slo-ttft-ms` since it arrived, or any number."""
+    target = ttft_target(exchange)
+    return math.inf if target is None else max(target - exchange.elapsed_s, 0.0)
+
+
 def check_targets(exchange: Exchange, *, followed: bool = True) -> None:
     """Both must be numbers. `followed`: whether they can be honoured; otherwise they are named as ignored."""
     for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"):

@@ -23,6 +23,9 @@ _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _NO_CHOICE = ("Invalid enum value", "Invalid value")
 _TRUNCATED = "Input data was truncated"
+_HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"[^\\"]{0,4}$')
+"""The end of a body whose last string ends with half of a character. The parser expects the other half, an escape of
+six bytes, and reports a body with fewer left as truncated."""
 _MISTAKES = {
     (b"NaN", b"Infinity"): " JSON has no NaN and no Infinity; leave the field out, or send a number.",
     (b"True", b"False", b"None", b"undefined"): " JSON writes true, false and null.",
@@ -56,8 +59,10 @@ def _not_json(problem: str, body: bytes) -> str:
         return "The request body is empty; send a JSON object."
     if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:2]:
         return "The request body is not valid JSON: it looks like UTF-16; send it as UTF-8."
-    if problem == _TRUNCATED:
+    if problem == _TRUNCATED and not _HALF_AT_END.search(body):
         return f"The request body is not valid JSON: it ends too early, after {len(body)} bytes."
+    if problem == _TRUNCATED:
+        problem = "unexpected end of escaped utf-16 surrogate pair"
     at = _BYTE.search(problem)
     wrong = body[int(at[1]) : int(at[1]) + 9] if at is not None else b""
     advice = next((advice for found, advice in _MISTAKES.items() if wrong.startswith(found)), "")

@@ -10,13 +10,14 @@ from penstock.gateway.app.endpoint import BoundEndpoint
 
 _MOST_PARTS = 8
 _PARAMETER = re.compile(r"{(\w+)(:path)?}")
+_SEGMENTS = "[^/](?:.*[^/])?"
 
 
 def pattern(path: str) -> re.Pattern[str]:
-    """`{name}` is one segment, `{name:path}` any number of them."""
+    """`{name}` is one segment, `{name:path}` one or more of them, without a slash at either end."""
     parts, end = [], 0
     for match in _PARAMETER.finditer(path):
-        parts += [re.escape(path[end : match.start()]), f"(?P<{match[1]}>{'.*' if match[2] else '[^/]+'})"]
+        parts += [re.escape(path[end : match.start()]), f"(?P<{match[1]}>{_SEGMENTS if match[2] else '[^/]+'})"]
         end = match.end()
     return re.compile("".join(parts) + re.escape(path[end:]))
 

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.answer_ids import AnswerIds
+from penstock.gateway.accounting.targets import time_left
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.experiments import Experiments
@@ -232,12 +233,14 @@ class FallbackChain:
                 raise error
             return
         now = time.monotonic()
-        until, tried = now + self._engine_wait_s, dict.fromkeys(away, now)
+        within = min(self._engine_wait_s, time_left(run.exchange))
+        until, tried = now + within, dict.fromkeys(away, now)
         while away:
             now = time.monotonic()
             if now >= until:
                 raise EngineUnavailable(
-                    f"No model that can answer this request is up (waited {self._engine_wait_s:g} s); try again."
+                    f"No model that can answer this request is up (waited {within:.3g} s); try again.",
+                    reason="queue_timeout",
                 ) from first
             back = next((link for link in away if now >= tried[link] + AGAIN_S and self._ready(link[0])), None)
             if back is None:

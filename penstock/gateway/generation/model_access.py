@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.admission import DOWNGRADE, Admissions
+from penstock.gateway.accounting.targets import time_left
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.sampling import TokenLimit
@@ -30,7 +31,7 @@ class ModelAccess:
 
     async def open(self, attempt: Attempt, name: str, limit: TokenLimit) -> tuple[ServedModel, EngineInfo]:
         """The model, once its engine is up and, if it takes turns with others, awake. Waits for each up to
-        `engine_wait_s`, unless another model can answer instead."""
+        `engine_wait_s` or what the client allows, unless another model can answer instead."""
         exchange = attempt.exchange
         # A token has at least one byte, so this is the most that the request can need.
         route = self._admissions.reroute(
@@ -43,8 +44,8 @@ class ModelAccess:
         attempt.note_model(name, model, route.why)
         if route.why == DOWNGRADE:
             attempt.trial = None  # another model answers: nothing is learned about the arm
-        within = self._engine_wait_s if attempt.patient else 0.0
-        info = await model.backend.wait_ready(within)
-        attempt.hold(await self._slices.acquire(model, within))
+        most = self._engine_wait_s if attempt.patient else 0.0
+        info = await model.backend.wait_ready(most, at_most=time_left(exchange))
+        attempt.hold(await self._slices.acquire(model, min(most, time_left(exchange))))
         # An engine that woke for the first time reports more about itself.
         return model, model.backend.info or info

@@ -54,6 +54,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2,
 }  # fmt: skip
+DSA: dict[str, Any] = {**LATENT, "q_lora_rank": 10, "index_topk": 20, "index_head_dim": 12, "index_n_heads": 12}
 BASES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
@@ -117,6 +118,8 @@ BASES: dict[str, dict[str, Any]] = {
     "olmo3": {"hidden_act": "silu", "sliding_window": 20},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENT, "q_lora_rank": 10},
+    "deepseek_v32": DSA,
+    "glm_moe_dsa": {**DSA, "index_topk_freq": 2, "rms_norm_eps": 1e-4},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
@@ -159,6 +162,8 @@ ROPES: tuple[Any, ...] = (
     {FULL: {"type": "linear", "factor": 3.0}}, {FULL: {**YARN}, "truncate": False}, [1.0], "linear",
 )  # fmt: skip
 SPECIAL: dict[str, tuple[Any, ...]] = {
+    # Few heads leave many scores at zero, and which of equals the reference chooses depends on how many there are.
+    "index_n_heads": (24, 13, 0, 12.0, None),
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
     "layer_types": LAYER_TYPES,

@@ -33,7 +33,7 @@ from penstock.engine.speculative.draft import DraftProposer
 from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
-from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny import Reference, write_checkpoint
 
 SETTINGS = {"max_running": 3, "token_budget": 32, "max_model_len": 128, "num_blocks": 60}
 
@@ -163,6 +163,37 @@ def test_both_models_of_an_engine_that_speculates_are_captured_and_again_after_a
         load = engine.load_snapshot()
         assert load.accepted_tokens == load.draft_tokens > 20
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_contexts_longer_than_those_of_captured_steps_are_launched(
+    tmp_path: Path, captured: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch, tensor: int
+) -> None:
+    """Up to 24 tokens this model attends to all; a step that was captured so knows nothing else."""
+    folder = write_checkpoint("glm-dsa", tmp_path / "m")
+    reference, longest = Reference(folder), []
+    for graphs in (decode_graphs.DecodeGraphs, prompt_graphs.PromptGraphs):
+        step = graphs.step
+
+        def watched(self: Any, *args: Any, step: Any = step, **others: Any) -> Any:
+            prompts = isinstance(self, prompt_graphs.PromptGraphs)
+            contexts = (args[0].view if prompts else args[0])("contexts", torch.int32)
+            longest.append(int(contexts[: len(contexts) - prompts].max()))  # behind prompts there is padding
+            return step(self, *args, **others)
+
+        monkeypatch.setattr(graphs, "step", watched)
+    requests = [
+        greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(count)], 8) for i, count in enumerate((5, 18, 60))
+    ]
+    with threaded_engine(folder, tensor, 1, **SETTINGS) as engine:
+        assert type(engine.runner.executor) is GraphExecutor
+        longest.clear()
+        for together in (requests[:1], requests[1:]):
+            got = generate(engine, *together)
+            for one in together:
+                assert reference.agrees(list(one.prompt), got[one.request_id], 1e-3), one.request_id
+        assert_idle(engine)
+    assert 5 < max(longest) <= 24
 
 
 def test_a_pipeline_and_ranks_without_peer_memory_launch_every_step(

@@ -21,8 +21,13 @@ def write_mtp(family: str, folder: Path) -> Path:
     target = write_checkpoint(family, folder / "target", spread=0.3)
     config = json.loads((target / "config.json").read_text())
     changes = {key: value for key, value in ONE_LAYER.items() if key in config or key == "full_attention_interval"}
+    indexed = "index_topk" in config
     if "layer_types" in config:
-        changes["layer_types"] = ["full_attention"]
+        changes["layer_types"] = ["indexed_attention" if indexed else "full_attention"]
+    if indexed:
+        changes["mlp_layer_types"] = ["sparse"]
+    if "indexer_types" in config:
+        changes["indexer_types"] = ["full"]
     qwen = family.startswith("qwen")
     if not qwen:
         changes.pop("full_attention_interval")

@@ -19,7 +19,9 @@ from tests.engine.tiny import write_checkpoint
 CASES = ["glm4-moe", "deepseek-v3", "qwen3-next"]
 
 
-FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")]
+FURTHER = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+] + [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-v32", "glm-dsa")]
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", *FURTHER])

@@ -298,6 +298,9 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         reply = await gateway.client.get("/v1/files/?a=b", headers={"host": "localhost:1"})
         assert reply.status_code == 307 and reply.headers["location"] == "/v1/files?a=b", "it names no host"
         assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404
+        for models in ("/v1/models/", "/v1/models//"):
+            reply = await gateway.client.get(models)
+            assert reply.status_code == 307 and reply.headers["location"] == "/v1/models", "not a model without a name"
         reply = await gateway.client.get(f"http://127.0.0.1:{gateway.port}//v1//files")
         assert reply.status_code == 307 and reply.headers["location"] == "/v1/files"
 
@@ -331,6 +334,8 @@ async def test_a_wrong_base_url_is_told_apart_from_what_does_not_exist(serving: 
         (b"{'model': 'tiny'}", "double quotes"),
         (b'{"prompt": "a\nb"}', "written as \\n"),
         (b'{"prompt": "\\udc00 half of an emoji"}', "Half of a character"),
+        (b'{"messages": [{"content": "half of an emoji: \\ud83d"}]}', "Half of a character"),
+        (b'{"prompt": "an emoji: \\ud83d\\ude00"', "ends too early"),
         (b'{"prompt": "\xff"}', "UTF-8"),
     ],
 )

@@ -96,6 +96,23 @@ async def test_when_nobody_is_back_in_time_it_is_the_first_models_error(serving:
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_unavailable"
 
 
+@pytest.mark.parametrize("fallback", [(), ("smaller",)])
+async def test_a_client_says_how_long_its_request_may_wait_for_an_engine(
+    serving: Serving, text: TextModel, fallback: tuple[str, ...]
+) -> None:
+    """With `x-slo-ttft-ms`; an engine that is away is no reason to let it wait longer."""
+    first, second = (Restarting(ScriptedEngine(text)) for _ in range(2))
+    smaller = ServedModel("smaller", text, ReplicaSet("smaller", [second]))
+    options = {"served": {"fallback": fallback}, "more": [smaller], "engine_wait_s": 5.0}
+    async with serving(backend=ReplicaSet("tiny", [first]), **options) as it:
+        first.leave()
+        second.leave()
+        for path, body in ASKS.values():
+            reply = await it.client.post(path, json={"model": "tiny", **body}, headers={"x-slo-ttft-ms": "100"})
+            assert reply.status_code == 503 and reply.headers["x-penstock-reason"] == "queue_timeout"
+            assert "waited 0." in reply.text or "waited 0 s" in reply.text, reply.text
+
+
 async def test_a_stream_whose_status_is_out_waits_for_its_engine(serving: Serving, text: TextModel) -> None:
     engine = ScriptedEngine(text)
     engine.hold = True

@@ -246,6 +246,7 @@ class DecodeGraphs(LaterCaptures[int]):
             num_decodes=bucket,
             max_query=1,
             max_context=self.rows.max_context,
+            longest=self.decoder.captured_context,
         )
         if self._stateful:
             batch.states = state_batch(view)

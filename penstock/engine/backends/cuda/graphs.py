@@ -94,7 +94,7 @@ class GraphExecutor(EagerExecutor):
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
-        graphs = self._graphs_for(batch)
+        graphs = None if self._too_long(batch) else self._graphs_for(batch)
         if graphs is None:
             return self._run_prompts(batch)
         # The graph samples plain rows itself; others are sampled again from its logits.
@@ -110,6 +110,9 @@ class GraphExecutor(EagerExecutor):
     def draw_ahead(self, counts: Mapping[Sequence, int]) -> DrawnAhead | None:
         if self.chains is None or not self.chains.fits(counts):
             return None
+        most = self._decoder.captured_context
+        if most is not None and any(len(seq.tokens) + count > most for seq, count in counts.items()):
+            return None
         if any(int(self._rows.flags[seq.row]) & ~DRAWN for seq in counts):
             return None  # sampled from the logits, outside of the graph
         (tokens,), event = self._backend.to_host(self.chains.replay(counts))
@@ -117,7 +120,8 @@ class GraphExecutor(EagerExecutor):
 
     def _run_prompts(self, batch: Batch) -> PendingStep:
         packed, adapted = self._inputs.pack(batch), self._begin_adapters(batch)
-        shape = None if adapted or self.prompt_graphs is None else self.prompt_graphs.shape_of(batch)
+        launched = adapted or self.prompt_graphs is None or self._too_long(batch)
+        shape = None if launched or self.prompt_graphs is None else self.prompt_graphs.shape_of(batch)
         if self.prompt_graphs is None or shape is None:
             return self._launch(batch, packed, adapted or self._decoder)
         step = PendingStep(batch, self._rows, sampling_chunks(batch))
@@ -127,6 +131,11 @@ class GraphExecutor(EagerExecutor):
         elif step.chunks:
             (step.tokens,), step.event = self._backend.to_host(tokens)
         return step
+
+    def _too_long(self, batch: Batch) -> bool:
+        """Whether some context is longer than those that steps are captured for."""
+        most = self._decoder.captured_context
+        return most is not None and any(chunk.start + chunk.length > most for chunk in batch.chunks)
 
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():

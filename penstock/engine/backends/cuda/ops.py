@@ -56,6 +56,7 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import short_conv
+from penstock.engine.backends.reference.indexing import PlainIndexing
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -65,7 +66,7 @@ _INVARIANT_BYTES = 128 << 20
 log = logging.getLogger(__name__)
 
 
-class TritonOps:
+class TritonOps(PlainIndexing):
     """See `Ops`."""
 
     wide_stream = False

@@ -303,6 +303,7 @@ class PromptGraphs(LaterCaptures[Shape]):
             num_decodes=shape.decodes,
             max_query=shape.tokens,
             max_context=rows.max_context,
+            longest=self.decoder.captured_context,
             total_context=self._gathering.total_context(shape.tokens, PROMPTS),
         )
         if self.stateful:

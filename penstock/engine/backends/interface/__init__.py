@@ -54,6 +54,13 @@ from penstock.engine.backends.interface.dtypes import (
     KVScales,
     torch_dtype,
 )
+from penstock.engine.backends.interface.indexing import (
+    Chosen,
+    ChosenTokens,
+    IndexLayout,
+    IndexNorm,
+    IndexOps,
+)
 from penstock.engine.backends.interface.links import Link, apply_links
 from penstock.engine.backends.interface.operations import LinkedProducts, Ops
 from penstock.engine.backends.interface.recurrence import (
@@ -76,6 +83,8 @@ __all__ = [
     "ActivationOps",
     "AttentionBatch",
     "AttentionOps",
+    "Chosen",
+    "ChosenTokens",
     "ClampedSwiglu",
     "CopyEvent",
     "DeltaLayout",
@@ -86,6 +95,9 @@ __all__ = [
     "Followers",
     "HeadLayout",
     "HostBatch",
+    "IndexLayout",
+    "IndexNorm",
+    "IndexOps",
     "Ints",
     "KVScales",
     "KeySmoothing",

@@ -127,6 +127,11 @@ class AttentionBatch:
     worth anything, as when a step is captured."""
     attended: int | None = None
     """Keys that the new tokens of those sequences see, summed over tokens; None where the host does not know."""
+    longest: int | None = None
+    """The largest of `context_lens`, or more where that makes no difference to a captured step. None: it can only be
+    read from the device."""
+    chosen: Any = None
+    """What the last layer with an indexer chose (`indexing.Chosen`), where layers behind it attend to the same."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
     states: StateBatch | None = None
@@ -149,6 +154,7 @@ class AttentionBatch:
             max_query=tokens,
             max_context=tokens,
             total_context=tokens,
+            longest=tokens,
             attended=tokens * (tokens + 1) // 2,
             states=StateBatch.of_one(tokens, device),
         )

@@ -195,9 +195,9 @@ def _attend_one(
     per_head = context * (layout.query + layout.value) * q.element_size()
     step = max(1, min(layout.heads, _EXPANDED_BYTES // max(1, per_head)))
     for first in range(0, layout.heads, step):
-        some = slice(first, first + step)
+        some = slice(first, min(layout.heads, first + step))
         made = latents[:, : layout.latent] @ weights.up[some].flatten(0, 1).t()
-        made = made.view(context, -1, layout.plain + layout.value)
+        made = made.view(context, some.stop - some.start, layout.plain + layout.value)
         keys, values = made[..., : layout.plain], made[..., layout.plain :]
         turned = latents[:, None, layout.latent :].expand(-1, keys.shape[1], -1)
         out[some] = F.scaled_dot_product_attention(

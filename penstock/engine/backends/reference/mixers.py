@@ -17,9 +17,10 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import delta, latent, mamba, short_conv
+from penstock.engine.backends.reference.indexing import PlainIndexing
 
 
-class PlainMixers:
+class PlainMixers(PlainIndexing):
     """See `Ops`."""
 
     def latent_attention(

@@ -10,6 +10,7 @@ from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
+from penstock.engine.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.falcon_h1 import FALCON_H1
 from penstock.engine.models.families.family import (
@@ -100,6 +101,8 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K2,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         OLMOE,
         QWEN2_MOE,
         GRANITE_MOE,
@@ -176,6 +179,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
     ordinary = not fields.keys() & {"delta", "mamba", "short_conv"} and not fields.get("chunked")
+    ordinary = ordinary and ("latent" not in fields or fields["latent"].index is None)
     if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)

@@ -3,6 +3,9 @@
 Queries, the latent and the key that is rotated come from one product with the layer's input, queries perhaps through
 a narrower vector that is normalized. Everything between that and the output projection is one operation of the
 backend (`Ops.latent_attention`), which chooses whether to make keys and values or to meet the latents as they are.
+
+Where tokens attend to few others only (`indexer`), steps whose contexts are no longer than that are computed as if they
+attended to all, which is the same.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from torch import Tensor
 from penstock.engine.backends.interface import (
     ActivationOps,
     AttentionBatch,
+    Chosen,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
     Ops,
 )
-from penstock.engine.kv.kinds import PagedLatent, PagedLatentCache
+from penstock.engine.kv.kinds import BothKinds, PagedLatent, PagedLatentCache, PagedRows
+from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -45,26 +50,68 @@ class LatentAttention:
     """With an FP8 cache: what is stored is divided by this, float32 [1]."""
     additions: LatentAdditions | None = None
     """Adapters of what makes keys and values of latents."""
+    most: int | None = None
+    """How many cached tokens a token attends to; None: all."""
+    indexer: Indexer | None = None
+    """What chooses them; None: they are those that the last layer with an indexer chose."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (self.inputs, self.output) if self.query_up is None else (self.inputs, self.query_up, self.output)
+        own = (self.inputs, self.output) if self.query_up is None else (self.inputs, self.query_up, self.output)
+        return own if self.indexer is None else (*own, *self.indexer.linears)
 
     @property
     def weight_bytes(self) -> int:
         up = self.weights.up
-        return sum(linear.weight_bytes for linear in self.linears) + up.numel() * up.element_size()
+        chosen_by = 0 if self.indexer is None else self.indexer.head_weights.numel() * 4
+        return sum(linear.weight_bytes for linear in self.linears) + up.numel() * up.element_size() + chosen_by
 
-    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedLatent:
-        return PagedLatent(self.heads.cached, block_size, dtype)
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedLatent | BothKinds:
+        latents = PagedLatent(self.heads.cached, block_size, dtype)
+        if self.indexer is None:
+            return latents
+        return BothKinds(latents, PagedRows(self.indexer.layout.dim, block_size, self.weights.norm.dtype))
 
-    def forward(self, x: Any, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
+    def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
+        """`cache`: a `PagedLatentCache`; with an indexer, a pair of that and the indexer's keys."""
         made = self.inputs(x)
         split = made.shape[1] - self.heads.cached
         q, kv = made[:, :split], made[:, split:]
+        narrow = q
         if self.query_up is not None and self.query_norm is not None:
-            q = self.query_up(self.ops.rms_norm(q, self.query_norm, self.weights.eps))
-        return self.output(self._attend(q, kv, batch, cache))
+            narrow = self.ops.rms_norm(q, self.query_norm, self.weights.eps)
+            q = self.query_up(narrow)
+        if self.most is None:
+            return self.output(self._attend(q, kv, batch, cache))
+        latents = cache if self.indexer is None else cache[0]
+        chosen = self._choose(x, narrow, batch, latents, None if self.indexer is None else cache[1])
+        if not chosen:
+            return self.output(self._attend(q, kv, batch, latents))
+        scales = self.cache_scale if latents.scales is None else latents.scales
+        seen = self.attention_ops.attend_chosen(
+            q, kv, self.heads, self.weights, self.cos_sin, batch, latents.latents, scales, self.additions, chosen
+        )
+        return self.output(seen)
+
+    def _choose(
+        self, x: Tensor, narrow: Tensor, batch: AttentionBatch, latents: PagedLatentCache, keys: Tensor | None
+    ) -> Chosen:
+        """Nothing where all sequences see everything."""
+        assert self.most is not None
+        if self.indexer is not None and keys is not None:
+            self.indexer.store(x, batch, keys)
+        # With adapters all tokens of a step take the same way: they must not depend on others in deterministic mode.
+        always = self.additions is not None and self.attention_ops.batch_invariant
+        longest = int(batch.context_lens.max()) if batch.longest is None else batch.longest
+        if longest <= self.most and not always:
+            return ()
+        if self.indexer is None or keys is None:
+            found: Chosen | None = batch.chosen
+            assert found is not None, "the first layer of a stage has an indexer"
+            return found
+        size, every = latents.latents.shape[1], self.additions is not None
+        batch.chosen = self.indexer.choose(x, narrow, batch, keys, size, every=every)
+        return batch.chosen or ()
 
     def fused(
         self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedLatentCache

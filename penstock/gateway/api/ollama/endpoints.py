@@ -102,6 +102,9 @@ class OllamaEndpoints:
         pipeline = self._pipeline
         limit = self._limit(request)
         if request.think not in (None, False):
+            if model is not None and style_of(model) is not None:
+                what = "`suffix`" if request.suffix else "`raw: true`"
+                raise InvalidRequest(f"A prompt with {what} is continued as it is; leave `think` out.", param="think")
             raise no_thoughts(request)
         asked = completion_request(exchange, request)
         prompt = request.prompt or ""

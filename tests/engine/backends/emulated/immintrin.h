@@ -19,6 +19,8 @@ typedef long long __m128i __attribute__((vector_size(16), may_alias));
 typedef uint16_t __mmask16;
 typedef uint64_t __mmask64;
 
+inline void _mm_pause() {}
+
 namespace emulated {
 
 // The lanes of a vector as an array of T.

@@ -1,0 +1,49 @@
+"""The indexer of a layer: what chooses the cached tokens that attention over latents sees (DSA).
+
+Its key of every token is cached beside the latents, whether or not something has to be chosen yet. Queries and the
+weights of its heads are made only when a context is longer than what may be chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.engine.backends.interface import AttentionBatch, Chosen, IndexLayout, IndexNorm, Ops
+from penstock.engine.models.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Reads what its layer's attention reads."""
+
+    ops: Ops
+    layout: IndexLayout
+    keys: Linear
+    norm: IndexNorm
+    queries: Linear
+    """From the narrow vector that the queries of attention are made of."""
+    head_weights: Tensor
+    """float32 [heads, hidden]."""
+    cos_sin: Tensor
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.keys, self.queries
+
+    def store(self, x: Tensor, batch: AttentionBatch, cache: Tensor) -> None:
+        self.ops.store_index_keys(self.keys(x), self.norm, self.layout, self.cos_sin, batch, cache)
+
+    def choose(
+        self, x: Tensor, narrow: Tensor, batch: AttentionBatch, cache: Tensor, block_size: int, *, every: bool
+    ) -> Chosen:
+        """`narrow`: see `queries`; `every`: see `IndexOps.choose_tokens`."""
+        # In deterministic mode token by token, so that a product does not depend on how many there are.
+        runs = [x[at : at + 1] for at in range(len(x))] if self.ops.batch_invariant else [x]
+        weights = torch.cat([F.linear(run.float(), self.head_weights) for run in runs])
+        return self.ops.choose_tokens(
+            self.queries(narrow), weights, self.layout, self.cos_sin, batch, cache, block_size, every=every
+        )
