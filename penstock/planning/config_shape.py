@@ -13,10 +13,10 @@ from typing import Any
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe
+from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe, ShortConv
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -82,6 +82,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         gated_attention=model.gated_attention,
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
+        short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
         only=model.only,
         gate=has_gate(model.activation),
     )
@@ -89,6 +90,10 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
 
 def _delta(delta: DeltaConfig) -> Delta:
     return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, delta.grouped)
+
+
+def _short_conv(short: ShortConvConfig) -> ShortConv:
+    return ShortConv(short.layers, short.channels, short.width, short.bias)
 
 
 def _mamba(mamba: MambaConfig) -> Mamba:

@@ -274,6 +274,8 @@ def splits(shape: ModelShape, tensor: int) -> bool:
         widths.append(shape.mamba.heads)
         shared = (shape.mamba.groups, *filter(None, [shape.mamba.norm_groups]))
         kv_fits = kv_fits and all(size % tensor == 0 or tensor % size == 0 for size in shared)
+    if shape.short_conv is not None:
+        widths.append(shape.short_conv.channels)
     return shape.heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 

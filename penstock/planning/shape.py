@@ -138,6 +138,29 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolutions in place of attention; see `Delta`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    channels: int
+    width: int
+    bias: bool
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        return 4 * hidden * self.channels
+
+    def others(self, hidden: int) -> int:
+        """Parameters beside them."""
+        return self.width * self.channels + (4 * self.channels + hidden if self.bias else 0)
+
+    def state_bytes(self, element: int = 2) -> int:
+        """Of one sequence in one layer: the last inputs, as activations are."""
+        return element * self.width * self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """Parameters of one layer by how they are used, and split between devices."""
 
@@ -201,6 +224,7 @@ class ModelShape:
     mla: Mla | None = None
     delta: Delta | None = None
     mamba: Mamba | None = None
+    short_conv: ShortConv | None = None
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
@@ -258,6 +282,9 @@ class ModelShape:
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
             query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
             small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
+        elif recurrent and self.short_conv is not None:
+            query_output, latent, key_value = self.short_conv.matrices(hidden), 0, 0
+            small += self.short_conv.others(hidden)
         elif recurrent and self.mamba is not None and not self.mamba.beside:
             query_output, latent, key_value = self.mamba.matrices(hidden), 0, 0
             small += self.mamba.others(hidden)
@@ -363,9 +390,9 @@ class ModelShape:
         return self.attended_in(0, self.layers) * self.kv_elements_per_layer
 
     @property
-    def recurrent(self) -> Delta | Mamba | None:
+    def recurrent(self) -> Delta | Mamba | ShortConv | None:
         """The mixers with a state."""
-        return self.delta or self.mamba
+        return self.delta or self.mamba or self.short_conv
 
     @property
     def recurrent_layers(self) -> int:

@@ -58,7 +58,7 @@ def _split(pattern: str) -> Callable[[], Any]:
     return build
 
 
-_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral")
+_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("default", "gpt-2", "gpt2", "olmo", "phi-2"), _gpt2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _single_digits),

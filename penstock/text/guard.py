@@ -24,6 +24,17 @@ _PIECE = 1 << 16
 """Characters searched by one call of `re`, which holds the interpreter lock."""
 
 
+class Marked(str):
+    """Text of a message that has control tokens of ours: those in the parts that say so."""
+
+    parts: tuple[tuple[str, bool], ...]
+
+    def __new__(cls, *parts: tuple[str, bool]) -> Marked:
+        made = super().__new__(cls, "".join(text for text, _ in parts))
+        made.parts = parts
+        return made
+
+
 class SpecialTokens:
     """The control tokens of one tokenizer, and their secret names in this process."""
 
@@ -99,6 +110,8 @@ class Guard:
         """A copy of any JSON-like value without control tokens in it."""
         if value is None:
             return None
+        if isinstance(value, Marked):
+            return "".join(text if ours else self._hide(text) for text, ours in value.parts)
         if isinstance(value, str):
             return self._hide(value)
         if isinstance(value, Mapping):

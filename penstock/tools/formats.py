@@ -20,6 +20,7 @@ from penstock.tools.xml_calls import FUNCTION_TAGS, INVOKE_TAGS, Tags
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
     "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
+    "lfm2",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
 
@@ -94,7 +95,8 @@ class ToolFormat:
         """Texts other than the opener that the format consists of, and that may be control tokens."""
         if self.marks is not None:
             return (self.closer, self.marks.begin, self.marks.end, *self.marks.inner)
-        return () if self.tags is None else (self.closer,)
+        opened = self.tags is not None or (self.syntax == "python" and not self.bare)
+        return (self.closer,) if opened else ()
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
@@ -115,6 +117,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
             between="; ",
             syntax="python",
         ),
+        ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, syntax="python"),
         ToolFormat("glm45", "<tool_call>", "</tool_call>", after="\n", between="\n", syntax="tags"),
         ToolFormat(
             "cohere", "<|START_ACTION|>", "<|END_ACTION|>", listed=True, arguments="parameters", name_key="tool_name"
@@ -161,6 +164,8 @@ def detect(template: str) -> ToolFormat:
     """The format that a chat template mentions; by default the list format of SmolLM2."""
     if "[TOOL_CALLS]" in template:
         return FORMATS["mistral"]
+    if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
+        return FORMATS["lfm2"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
     if "<｜tool▁calls▁begin｜>" in template:
@@ -188,6 +193,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["command_r"]
     if "<|python_start|>" in template or "<|header_start|>" in template:
         return FORMATS["pythonic"]
+    if "List of tools: [" in template:
+        return FORMATS["lfm2"]  # the later templates show no calls
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return FORMATS["llama3"]
     return FORMATS["smollm2"]

@@ -121,10 +121,11 @@ class ToolCallParser:
         self._buffer = buffer[said:]
         if found < 0:
             return False
-        if self._form.syntax == "python" and not buffer[end + len(opener) :].lstrip():
-            return False  # what follows says which kind of call it is
         length = len(opener) if buffer.startswith(opener, end) else 0
-        self._enter(end - said + length, buffer[end + length :].lstrip()[:1])
+        first = _first(buffer[end + length :])
+        if self._form.syntax == "python" and not first:
+            return False  # what follows says which kind of call it is
+        self._enter(end - said + length, first)
         return True
 
     def _enter(self, length: int, first: str = "") -> None:
@@ -215,3 +216,9 @@ class ToolCallParser:
         self._buffer = self._buffer[found + len(closer) :]
         self._state = self._text
         return True
+
+
+def _first(text: str) -> str:
+    """The first character of a call, or of what a list of calls has in it; empty where it is still to come."""
+    rest = text.lstrip()
+    return (rest[1:].lstrip() if rest.startswith("[") else rest)[:1]

@@ -7,11 +7,13 @@ explained in the system prompt, and calls and results in the history become text
 from __future__ import annotations
 
 import json
+import keyword
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import InvalidRequest
 from penstock.protocol.json_limits import excess
+from penstock.text.guard import Marked
 from penstock.text.template_calls import OBJECTS, CallStyle
 from penstock.tools.formats import ToolFormat
 from penstock.tools.toolbox import Tool
@@ -103,6 +105,21 @@ def with_instructions(prepared: list[Message], rules: str) -> list[Message]:
     return [{"role": "system", "content": rules}, *prepared]
 
 
+def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
+    """Messages for a template that shows functions and results, but not the calls between them (LFM2's). What stands
+    around the calls are control tokens, whatever the calls contain."""
+    prepared: list[Message] = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            others = {key: value for key, value in message.items() if key != "tool_calls"}
+            body = written(calls, form).removeprefix(form.opener).removesuffix(form.closer)
+            said = message["content"] or ""
+            content = Marked((said, False), (form.opener, True), (body, False), (form.closer, True))
+            message = {**others, "content": content}
+        prepared.append(message)
+    return prepared
+
+
 def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     """Calls as the model itself would write them."""
     if (marks := form.marks) is not None:
@@ -112,6 +129,8 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
             for number, call in enumerate(calls)
         )
         return f"{form.opener}{form.between.join(each)}{form.closer}"
+    if form.syntax == "python" and form.listed and (python := _in_python(calls)) is not None:
+        return f"{form.opener}[{form.between.join(python)}]{form.closer}"
     bodies = []
     for call in calls:
         function = call["function"]
@@ -122,6 +141,31 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     if form.bare:
         return form.between.join(bodies)
     return form.between.join(f"{form.opener}{form.before}{body}{form.after}{form.closer}" for body in bodies)
+
+
+def _in_python(calls: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """Calls with keyword arguments; None where one has no such form."""
+    found = []
+    for call in calls:
+        name, arguments = call["function"]["name"], _parsed(call["function"]["arguments"])
+        if not isinstance(arguments, dict) or not all(map(_is_keyword_name, [*name.split("."), *arguments])):
+            return None
+        given = ", ".join(f"{key}={_literal(value)}" for key, value in arguments.items())
+        found.append(f"{name}({given})")
+    return found
+
+
+def _is_keyword_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _literal(value: Any) -> str:
+    """JSON's value in Python, text in double quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def instructions(tools: Sequence[Tool], form: ToolFormat, *, results: str = "inside <tool_response> tags") -> str:

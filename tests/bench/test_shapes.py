@@ -97,6 +97,9 @@ def test_every_shape_runs_with_random_weights(name: str) -> None:
         config |= {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]}
     if config["model_type"] == "nemotron_h":
         config |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "layers_block_type": ["mamba", "attention", "mlp"]}
+    if config["model_type"].startswith("lfm2"):
+        config["layer_types"] = ["conv", "full_attention"]
+        config |= {"num_dense_layers": 1} if "num_dense_layers" in config else {}
     if config["model_type"] == "mamba2":
         config["num_heads"] = 8
     if "kv_lora_rank" in config:  # all heads share one latent

@@ -20,6 +20,7 @@ VARIANTS = {
     "nemotron-h-narrow-experts", "mamba2-biased", "glm-dsa",
     "seed-oss-biased", "ernie4.5-biased", "ernie4.5-moe-some-dense",
     "hunyuan-biased", "glm4-moe-lite-some-dense", "exaone-moe-full", "dots1-window", "arcee-biased",
+    "lfm2-biased", "lfm2-moe-plain",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {

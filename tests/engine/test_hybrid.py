@@ -23,7 +23,16 @@ COUNT = 24
 
 
 MORE: list[dict[str, Any]] = [{"kept_states": 2, "max_running": 2}, {"prefix_cache": False}]
-OTHERS = ("granite4-hybrid", "granite4-hybrid-dense", "falcon-h1", "nemotron-h", "nemotron-h-experts", "mamba2")
+OTHERS = (
+    "granite4-hybrid",
+    "granite4-hybrid-dense",
+    "falcon-h1",
+    "nemotron-h",
+    "nemotron-h-experts",
+    "mamba2",
+    "lfm2",
+    "lfm2-moe",
+)
 
 
 @pytest.fixture(scope="module", params=["qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])

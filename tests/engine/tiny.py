@@ -117,6 +117,11 @@ NEMOTRON_H_MOE: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 36, "moe_shared_expert_intermediate_size": 52,
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
+CONV = "conv"
+LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV]}
+LFM2_MOE: dict[str, Any] = {
+    **LFM2, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -281,6 +286,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": (0.2, 0.9),
         },
     ),
+    "lfm2": ("Lfm2Config", {**LFM2, "block_auto_adjust_ff_dim": False}),
+    "lfm2-biased": (
+        "Lfm2Config",
+        {
+            **LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": ("Lfm2MoeConfig", {**LFM2_MOE, "routed_scaling_factor": 1.7}),
+    "lfm2-moe-plain": (
+        "Lfm2MoeConfig",
+        {**LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 2, "conv_bias": True},
+    ),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
@@ -431,7 +453,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
             else:
                 parameter.mul_(spread)
         for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder

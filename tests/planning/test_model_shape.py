@@ -43,7 +43,11 @@ EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediat
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
 MAMBA2 = {"num_heads": 2 * TINY["hidden_size"] // 8, "head_dim": 8, "n_groups": 2}
-NAMED = ("mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", *OVER_LATENTS)
+LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
+LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
+NAMED = (
+    "lfm2_moe", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", *OVER_LATENTS,
+)  # fmt: skip
 """Families that are not counted in their default form alone."""
 
 
@@ -91,6 +95,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("nemotron_h", layers_block_type=["mlp", "full_attention", "linear_attention"], use_bias=True),
         of("nemotron_h", hybrid_override_pattern="ME*E-", mlp_bias=True),
         of("nemotron_h", hybrid_override_pattern="EM*", mlp_bias=True, moe_latent_size=24),
+        of("lfm2", **LFM2, conv_bias=True, conv_L_cache=4),
+        of("lfm2_moe", **LFM2, **LFM2_EXPERTS),
         of("qwen3_next", attention_bias=True, num_hidden_layers=4),
         *(of(family) for family in FAMILIES if family not in NAMED),
     ],

@@ -11,7 +11,7 @@ from penstock.text.chat_template import ChatTemplate
 from penstock.tools.events import gather
 from penstock.tools.formats import FORMATS
 from penstock.tools.parser import ToolCallParser
-from penstock.tools.prompt import explained, instructions, native, written
+from penstock.tools.prompt import explained, instructions, native, shown_as_text, written
 from penstock.tools.toolbox import Tool
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -86,3 +86,20 @@ def test_what_models_are_told_to_write_is_what_is_read(form: Any) -> None:
         ("clock", {}),
     ]
     assert written([call("", "function_name", '{"argument_name": "value"}')], form) in instructions(TOOLS, form)
+
+
+def test_calls_that_a_template_leaves_out_become_text() -> None:
+    """LFM2's template shows functions and results only."""
+    arguments = '{"city": "R\u00f6m \\"x\\"", "days": [1, null, true], "more": {"a": 1.5}}'
+    calls = [call("a", "get_weather", arguments), call("b", "clock", "{}")]
+    message = {"role": "assistant", "content": "So. ", "tool_calls": calls}
+    (shown,) = shown_as_text([message], FORMATS["lfm2"])
+    python = 'get_weather(city="R\u00f6m \\"x\\"", days=[1, None, True], more={"a": 1.5}), clock()'
+    assert shown == {"role": "assistant", "content": f"So. <|tool_call_start|>[{python}]<|tool_call_end|>"}
+    parser = ToolCallParser(FORMATS["lfm2"], ["get_weather", "clock"])
+    read = gather(parser.push(shown["content"]) + parser.flush())
+    assert [json.loads(found.arguments) for found in read.calls] == [json.loads(arguments), {}]
+    odd = [call("a", "get_weather", '{"no-name": 1}')]  # no keyword in Python
+    assert written(odd, FORMATS["lfm2"]) == (
+        '<|tool_call_start|>[{"name": "get_weather", "arguments": {"no-name": 1}}]<|tool_call_end|>'
+    )

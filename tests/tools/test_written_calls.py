@@ -69,6 +69,13 @@ CASES: list[tuple[FormatName, str, str, list[tuple[str, dict[str, object]]]]] = 
     ("pythonic", "[now(__import__('os'))]", "[now(__import__('os'))]", []),
     ("pythonic", "[now(x=f())] [now()]", "[now(x=f())] [now()]", []),
     ("pythonic", "[get_weather(city='Par", "[get_weather(city='Par", []),
+    ("lfm2", '<|tool_call_start|>[get_weather(city="Rome"), now()]<|tool_call_end|>I look.', "I look.",
+     [("get_weather", {"city": "Rome"}), ("now", {})]),
+    ("lfm2", 'So. <|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', "So.", [("now", {})]),
+    ("lfm2", "<|tool_call_start|>[now()]", "", [("now", {})]),
+    ("lfm2", "<|tool_call_start|>[other()]<|tool_call_end|>", "<|tool_call_start|>[other()]<|tool_call_end|>", []),
+    ("lfm2", "<|tool_call_start|> [", "<|tool_call_start|> [", []),
+    ("lfm2", "[now()]", "[now()]", []),
     (
         "cohere",
         'I will look.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
@@ -108,6 +115,7 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("<|START_RESPONSE|> <|START_ACTION|>").name == "cohere"
     assert detect("Write 'Action:' followed by ```json").name == "command_r"
     assert detect("<|header_start|>assistant<|header_end|>").name == "pythonic"
+    assert detect("List of tools: <|tool_list_start|>[").name == detect("List of tools: [").name == "lfm2"
     assert detect("<|start_header_id|> <|python_tag|>").name == "llama3"
 
 

@@ -29,6 +29,7 @@ from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.short_conv import ShortConv
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 
@@ -108,7 +109,7 @@ def adapt(
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2)
+        recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2 | ShortConv)
         both = isinstance(layer.mixer, SideBySide)
         assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention | NoMixer)
         mixer: dict[str, Any] = {"ops": decoder.ops}

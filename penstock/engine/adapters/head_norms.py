@@ -22,14 +22,13 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import ModelConfig
 
-_NAMES = ("q_norm", "k_norm")
-
 
 def head_norms_in_layer(config: ModelConfig) -> dict[str, int]:
     """How many gains these norms have, by what the family calls them; empty where it has none."""
     if not config.qk_norm or config.qk_layer_norm:
         return {}
-    return {f"{family_of(config.family).names.attention}{name}": config.head_dim for name in _NAMES}
+    names = family_of(config.family).names
+    return {f"{names.attention}{name}": config.head_dim for name in names.head_norms}
 
 
 class HeadNormBank:

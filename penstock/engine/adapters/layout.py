@@ -303,6 +303,13 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
     )
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
+    if (short := config.short_conv) is not None:
+        of_short: dict[str, Any] = {"of_recurrent": True, "layers": short.layers}
+        return (
+            *attention,
+            Site("in_proj", (f"{names.short_conv}in_proj",), (3 * short.channels,), hidden, **of_short),
+            Site("out_proj", (f"{names.short_conv}out_proj",), (hidden,), short.channels, **of_short),
+        )
     if mamba is None:
         return attention
     width = mamba.inner + mamba.channels + mamba.heads

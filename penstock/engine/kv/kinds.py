@@ -3,9 +3,9 @@
 A kind names the bytes that a block of tokens and a running sequence need in one layer, so that the cache can be sized
 before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
 `PagedLatent`: one vector per token in such blocks (MLA).
-`RecurrentState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also hold the states that
-were kept at the ends of blocks (`kv.states`). `StateTensors`: the same, of any shapes. `NothingKept`: of a layer that
-is a feed-forward alone.
+`RecurrentState`, `ConvolutionState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also
+hold the states that were kept at the ends of blocks (`kv.states`). `StateTensors`: the same, of any shapes.
+`NothingKept`: of a layer that is a feed-forward alone.
 """
 
 from __future__ import annotations
@@ -174,6 +174,31 @@ class StateTensors:
             left = {part: iter(tensor[layer]) for part, tensor in together.items()}
             found.append([next(left[part]) for part in self.parts])
         return CacheTensors(found, states=list(together.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionState:
+    """The state of a short convolution: its last inputs. A layer is called with [slots, width, channels]; see
+    `Ops.short_conv`."""
+
+    channels: int
+    width: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"states of {self.width} x {self.channels} in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        return self.dtype.itemsize * self.channels * self.width
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        conv = zeros((layers, 1, num_states, self.width, self.channels), self.dtype, device)
+        return CacheTensors(list(conv[:, 0]), states=[conv])
 
 
 @dataclass(frozen=True, slots=True)

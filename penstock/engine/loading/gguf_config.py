@@ -59,7 +59,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
     kv_heads, width = (
-        max(key.each(name, layers)) if family.gguf.mamba else key.whole(name, otherwise)
+        max(key.each(name, layers)) if family.gguf.mamba or family.gguf.short_conv else key.whole(name, otherwise)
         for name, otherwise in (("attention.head_count_kv", heads), ("feed_forward_length", 0))
     )
     rotated = key.whole("rope.dimension_count", 0)
@@ -87,6 +87,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": family.hidden_act,
         "attention_bias": _stores(file, ".attn_q.bias"),
+        "conv_bias": _stores(file, ".shortconv.in_proj.bias"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
     if _stores(file, ".ffn_down.bias") or _stores(file, ".ffn_down_shexp.bias"):

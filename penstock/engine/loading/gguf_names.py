@@ -35,6 +35,7 @@ _NEXTN = {
 }
 """What layers for multi-token prediction have beside those of a layer."""
 _ROWS = frozenset({"ffn_gate_inp_shexp"})
+_DEPTHWISE = frozenset({"shortconv.conv"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
@@ -47,7 +48,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
     names = family.names
     top = {
         "token_embd": names.prefix + names.embedding,
-        "output_norm": names.prefix + names.final_norm,
+        family.gguf.final_norm: names.prefix + names.final_norm,
         "output": "lm_head",
     }
     layers = f"{names.prefix}layers"
@@ -73,7 +74,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         if further is not None and NEXTN_KEY in family.gguf.reads and further[2] in _NEXTN:
             found[f"{layers}.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
             continue
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
         prefix = f"{layers}.{layer}"
         if part in _LATENT_PARTS and "attn_kv_b" in of_layer_names:
@@ -89,7 +90,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         elif part in of_layer_names:
             heads = interleaved.get(part, 0)
             found[f"{prefix}.{of_layer_names[part]}.{suffix}"] = Origin(
-                name, heads=heads, offset=offset, row=part in _ROWS
+                name, heads=heads, offset=offset, row=part in _ROWS, depthwise=part in _DEPTHWISE and suffix == "weight"
             )
         else:
             # An unknown tensor changes what the model computes; keep its name so that the checkpoint is refused.

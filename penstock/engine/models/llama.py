@@ -188,6 +188,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         top_groups=moe.top_groups,
         group_score=moe.group_score,
         scale=moe.scale,
+        total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
     )

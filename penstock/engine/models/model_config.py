@@ -21,6 +21,8 @@ Scoring = Literal["softmax", "sigmoid"]
 """How a router's logits become scores: over all experts, or of each by itself."""
 GroupScore = Literal["best", "best_two"]
 """The score of a group of experts: its best expert's, or the sum of its best two."""
+SMALL_TOTAL = 1e-20
+"""What most families, and the CUDA kernels, add to a sum of scores before they divide by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class MoeConfig:
     group_score: GroupScore = "best"
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
+    total_eps: float = SMALL_TOTAL
+    """Added to the sum that sigmoid weights are divided by: all of them may be zero."""
     weight_inputs: bool = False
     """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
@@ -179,6 +183,19 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Gated short convolutions in place of attention in some layers; see `Ops.short_conv`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one; the others have attention."""
+    channels: int
+    width: int
+    """Tokens that one token sees, itself included."""
+    bias: bool
+    """Whether the convolution and both projections have biases."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGrowth:
     """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + offset) /
     period)), so that softmaxes over long contexts stay sharp."""
@@ -237,6 +254,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    short_conv: ShortConvConfig | None = None
     only: tuple[LayerPart, ...] = ()
     """The one part that each layer has; empty: every layer has both."""
     gated_attention: bool = False
@@ -280,7 +298,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
-        return self.delta is not None or self.mamba is not None
+        return self.delta is not None or self.mamba is not None or self.short_conv is not None
 
     @property
     def plain_layers(self) -> bool:

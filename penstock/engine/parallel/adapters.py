@@ -41,7 +41,7 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
-from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans, vocabulary_span
+from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans, short_conv_cuts, vocabulary_span
 from penstock.errors import CheckpointError, PenstockError, ReplicaLost
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,12 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     if mamba is not None:
         inputs |= {"in_proj": hidden, "out_proj": mamba_spans(mamba, place)[0]}
         outputs |= {"in_proj": (mamba_projection(mamba, place),), "out_proj": (hidden,)}
+    if model.short_conv is not None:
+        cuts = short_conv_cuts(model.short_conv, place)
+        channels, parts_of = cuts["out_proj"].inputs, cuts["in_proj"].outputs
+        assert channels is not None and parts_of is not None
+        inputs |= {"in_proj": hidden, "out_proj": channels}
+        outputs |= {"in_proj": (parts_of,), "out_proj": (hidden,)}
     inputs |= {EMBEDDING: (0, model.vocab_size), HEAD: hidden}
     outputs |= {EMBEDDING: (hidden,), HEAD: (vocabulary_span(model, place),)}
     return AdapterCut(

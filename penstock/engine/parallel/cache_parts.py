@@ -13,7 +13,15 @@ import torch
 from penstock.engine.backends.interface import INT8, SCALE_DTYPE
 from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedKV, PagedLatent, PagedRows, RecurrentState
+from penstock.engine.kv.kinds import (
+    BothKinds,
+    CacheKind,
+    ConvolutionState,
+    PagedKV,
+    PagedLatent,
+    PagedRows,
+    RecurrentState,
+)
 from penstock.engine.models.model_config import IndexConfig, ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
@@ -87,6 +95,8 @@ class CacheParts:
         """What `place` has of every state."""
         layers, total = self._layers(place, recurrent=True)
         state, cut = self._state(), self._channels(place)
+        if isinstance(state, ConvolutionState):
+            return BlockPart((TensorPart(total, state.channels, layers, cut, state.width, self.dtype.itemsize),))
         return BlockPart(
             (
                 TensorPart(
@@ -114,9 +124,11 @@ class CacheParts:
             kinds = [*kinds, replace(self.rows, block_size=size)]
         return CacheShape(tuple(kinds), size)
 
-    def _state(self) -> RecurrentState:
+    def _state(self) -> RecurrentState | ConvolutionState:
         """Of one layer of the whole model."""
-        delta, mamba = self.model.delta, self.model.mamba
+        delta, mamba, short = self.model.delta, self.model.mamba, self.model.short_conv
+        if short is not None:
+            return ConvolutionState(short.channels, short.width, self.dtype)
         if delta is not None:
             channels = 2 * delta.k_heads * delta.k_dim + delta.v_heads * delta.v_dim
             return RecurrentState(delta.v_heads, delta.k_dim, delta.v_dim, channels, delta.conv, self.dtype)
@@ -127,13 +139,15 @@ class CacheParts:
         """The channels of the convolution that `place` has."""
         if self.model.delta is not None:
             return delta_cuts(self.model.delta, place)["conv1d"].outputs or ()
+        if self.model.short_conv is not None:
+            return (even_span(self.model.short_conv.channels, place),)
         assert self.model.mamba is not None
         return tuple(mamba_spans(self.model.mamba, place))
 
     @property
     def _recurrent(self) -> tuple[bool, ...]:
         """Which layers are."""
-        of = self.model.delta or self.model.mamba
+        of = self.model.delta or self.model.mamba or self.model.short_conv
         return (False,) * self.model.num_layers if of is None else of.layers
 
     @property

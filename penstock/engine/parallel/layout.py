@@ -107,6 +107,8 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         kv_fits = kv_fits and (mamba.groups % tensor == 0 or tensor % mamba.groups == 0)
         runs = mamba.norm_groups
         kv_fits = kv_fits and (not runs or runs % tensor == 0 or (tensor % runs == 0 and mamba.gate_first))
+    if model.short_conv is not None:
+        widths.append(model.short_conv.channels)
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -170,6 +172,9 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             norm_groups=max(1, mamba.norm_groups // parts) if mamba.norm_groups else 0,
             norm_shards=max(1, parts // mamba.norm_groups) if mamba.norm_groups else 1,
         )
+    short = model.short_conv
+    if short is not None:
+        short = dataclasses.replace(short, layers=short.layers[first:last], channels=short.channels // parts)
     latent = model.latent
     if latent is not None and latent.index is not None:
         index = dataclasses.replace(latent.index, layers=latent.index.layers[first:last])
@@ -186,6 +191,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         moe=moe,
         delta=delta,
         mamba=mamba,
+        short_conv=short,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

@@ -27,6 +27,7 @@ from penstock.engine.models.layers.experts import NarrowExperts, SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.short_conv import ShortConv
 from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
@@ -234,6 +235,10 @@ def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderL
             mamba, ops=summing(mamba.ops, group), out_proj=SummedLinear(mamba.out_proj, group), over_ranks=norms
         )
         return dataclasses.replace(layer, mixer=changed, feed_forward=feed_forward)
+    if isinstance(layer.mixer, ShortConv):
+        short = layer.mixer
+        cut = dataclasses.replace(short, ops=summing(short.ops, group), out_proj=SummedLinear(short.out_proj, group))
+        return dataclasses.replace(layer, mixer=cut, feed_forward=feed_forward)
     if isinstance(layer.mixer, SideBySide):
         both = layer.mixer
         beside = dataclasses.replace(

@@ -33,7 +33,7 @@ from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
-from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
@@ -102,6 +102,10 @@ class Cuts:
         if model.mamba is not None:
             self._attention |= mamba_cuts(model.mamba, place, tensors.mamba)
             self._inner_norm = WHOLE if place.data else mamba_heads(model.mamba, place, model.mamba.head_dim)
+        self._short_conv_prefix = f".{tensors.short_conv}"
+        self._short_conv: dict[str, Cut] = {}
+        if model.short_conv is not None and not place.data:
+            self._short_conv = short_conv_cuts(model.short_conv, place)
         if model.qk_layer_norm:
             self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
@@ -162,6 +166,8 @@ class Cuts:
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]
+        if self._short_conv and self._short_conv_prefix in name:
+            return self._short_conv.get(module, WHOLE)
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
             feed_forward = self._shared
@@ -233,6 +239,13 @@ def mamba_cuts(mamba: MambaConfig, place: Place, prefix: str) -> dict[str, Cut]:
         prefix.rstrip("."): mamba_heads(mamba, place),  # numbers of each head, which are no matrices
         "out_proj": Cut(inputs=channels[0]),
     }
+
+
+def short_conv_cuts(short: ShortConvConfig, place: Place) -> dict[str, Cut]:
+    """Of a short convolution: by channels."""
+    span = even_span(short.channels, place)
+    parts = tuple(_shift(span, part * short.channels) for part in range(3))
+    return {"in_proj": Cut(outputs=parts), "conv": Cut(outputs=(span,)), "out_proj": Cut(inputs=span)}
 
 
 def head_rows(model: ModelConfig, place: Place) -> int:

@@ -151,7 +151,10 @@ def for_template(
     form = format_of(model)
     source, style = model.text.template_source, model.text.call_style
     if model.text.template_knows_tools:
-        prepared = prompting.native(fitted(messages, accepted), form, source, style)
+        suited = fitted(messages, accepted)
+        if form.name == "lfm2" and not style.shown:
+            suited = prompting.shown_as_text(suited, form)
+        prepared = prompting.native(suited, form, source, style)
         return prepared, [tool.described() for tool in tools] or None
     if form.marks is not None and style.shown:
         # DeepSeek's own templates show calls and results, but no functions.

@@ -48,6 +48,11 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
             {"rank": 4, "targets": ("q_proj", "v_proj", "in_proj", "out_proj", "up_proj"), "size": 0.6},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "lfm2",
+            {"rank": 4, "targets": ("q_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"), "size": 0.6},
+            marks=pytest.mark.slow,
+        ),
         ("granite4-hybrid-dense", {"rank": 4, "targets": ("q_proj", "o_proj", "in_proj", "out_proj"), "size": 0.6}),
         ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
         ("nemotron-h", {"rank": 4, "targets": ("k_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")}),
@@ -68,11 +73,15 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("family", ["mamba2", "nemotron-h"])
+@pytest.mark.parametrize("family", ["mamba2", "nemotron-h", "lfm2"])
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
     base = write_checkpoint(family, tmp_path / "base")
-    targets = ("in_proj", "out_proj") if family == "mamba2" else ("q_proj", "o_proj", "out_proj", "up_proj")
+    targets = {
+        "mamba2": ("in_proj", "out_proj"),
+        "nemotron-h": ("q_proj", "o_proj", "out_proj", "up_proj"),
+        "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2"),
+    }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
     specs = (AdapterSpec("tuned", str(adapter)),)
     requests = [ask(f"r{i}", prompt, "tuned" if i % 2 else "") for i, prompt in enumerate(prompts(6))]

@@ -278,7 +278,7 @@ def test_norms_of_all_queries_together_must_be_the_models_own(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["gemma3-two-ropes", "glm4", "olmo2", "cohere", "falcon-h1", "nemotron-h", "qwen3-next"]
+    "family", ["gemma3-two-ropes", "glm4", "olmo2", "cohere", "falcon-h1", "nemotron-h", "qwen3-next", "lfm2"]
 )
 def test_norms_of_other_families(family: str, tmp_path: Path) -> None:
     base = write_checkpoint(family, tmp_path / "base")

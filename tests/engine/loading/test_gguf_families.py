@@ -61,8 +61,12 @@ ARCHITECTURES = {
     "exaone-moe": "exaone-moe",
     "dots1": "dots1",
     "arcee": "arcee",
+    "lfm2": "lfm2",
+    "lfm2-biased": "lfm2",
+    "lfm2-moe": "lfm2moe",
 }
 SLOW = {
+    "lfm2-biased",
     "arcee",
     "exaone-moe",
     "hunyuan",
@@ -130,6 +134,18 @@ STACKS = {
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
 INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
+LFM2_NAMES = {
+    "operator_norm": "attn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.gate": "ffn_gate_inp",
+    "ffn_norm": "ffn_norm",
+    **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
 GLM_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 OTHER_NAMES = {
     "gemma2": GEMMA_NAMES,
@@ -147,6 +163,8 @@ OTHER_NAMES = {
     "exaone-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "dots1": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "ernie4_5-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "lfm2": LFM2_NAMES,
+    "lfm2moe": LFM2_NAMES,
     "llama4": {
         "feed_forward.router": "ffn_gate_inp",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
@@ -172,6 +190,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+        top["model.embedding_norm"] = "token_embd_norm"
         stem, _, suffix = name.rpartition(".")
         if arch.startswith("gemma") and stem.endswith("norm"):
             tensor = tensor + 1
@@ -188,7 +207,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             parts = {"down": stack} if suffix.startswith("down") else {"gate": gate, "up": up}
             tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
             continue
-        if suffix == "e_score_correction_bias":
+        if suffix in ("e_score_correction_bias", "expert_bias"):
             tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor.reshape(-1)
             continue
         if suffix == "sinks":
@@ -202,6 +221,8 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]
             tensors |= {f"blk.{layer}.{theirs}.weight": half for theirs, half in zip(STACKS[part], parts, strict=True)}
             continue
+        if part == "conv.conv" and tensor.ndim == 3:
+            tensor = tensor.squeeze(1)
         if part == "mlp.shared_expert_gate":
             tensor = tensor.reshape(-1)
         if arch in INTERLEAVED and part in ("self_attn.q_proj", "self_attn.k_proj"):
@@ -221,7 +242,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     if "layer_norm_eps" in config:
         keys |= {"attention.layer_norm_epsilon": config["layer_norm_eps"], "logit_scale": config["logit_scale"]}
     else:
-        keys["attention.layer_norm_rms_epsilon"] = config["rms_norm_eps"]
+        keys["attention.layer_norm_rms_epsilon"] = config.get("rms_norm_eps", config.get("norm_eps"))
     if config.get("head_dim"):
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if config.get("sliding_window") and config.get("use_sliding_window", True):
@@ -277,6 +298,14 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         dim = config["head_dim"]
         keys["rope.freq_base"] *= rope["alpha"] ** (dim / (dim - 2))
         keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    if arch in ("lfm2", "lfm2moe"):
+        attended = [kind == "full_attention" for kind in config["layer_types"]]
+        keys |= {"attention.head_count_kv": [kv_heads if own else 0 for own in attended]}
+        keys |= {"shortconv.l_cache": config["conv_L_cache"], "vocab_size": config["vocab_size"]}
+    if arch == "lfm2":
+        keys["feed_forward_length"] = tensors["blk.0.ffn_gate.weight"].shape[0]
+    if arch == "lfm2moe":
+        keys |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
     if arch in ("phi3", "glm4", "glm4moe", "minimax-m2"):
         dim = config.get("head_dim") or config["hidden_size"] // heads
         keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
@@ -320,10 +349,12 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
     usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
     usual |= {"mlp_only_layers": []} if "mlp_only_layers" in overrides else {}
-    usual |= {"num_hidden_layers": 5, "layer_types": None} if "layer_types" in overrides else {}
+    windows = "layer_types" in overrides and not family.startswith("lfm2")
+    usual |= {"num_hidden_layers": 5, "layer_types": None} if windows else {}
     usual |= {"no_rope_layers": None, "moe_layers": None, "num_hidden_layers": 5} if family == "llama4" else {}
     usual |= {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1} if family == "llama4" else {}
     usual |= {"interleave_moe_layer_step": 2} if family == "llama4" else {}
+    usual |= {"routed_scaling_factor": 1.0} if family == "lfm2-moe" else {}
     usual |= {"swiglu_limit": 7.0} if "swiglu_limit" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)

@@ -92,6 +92,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30},
+    "lfm2": {"shortconv.l_cache": 4, "attention.head_count_kv": [0, 2]},
+    "lfm2moe": {
+        "shortconv.l_cache": 4, "attention.head_count_kv": [0, 2], "expert_count": 4, "expert_used_count": 2,
+        "expert_feed_forward_length": 8, "leading_dense_block_count": 1,
+    },
     "qwen3next": DELTA_NETS | EXPERTS,
     "qwen35": DELTA_NETS,
     "qwen35moe": DELTA_NETS | EXPERTS,

@@ -48,6 +48,7 @@ MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 16,
 }  # fmt: skip
 MAMBA_ALONE: dict[str, Any] = {"n_groups": 2, "conv_kernel": 3, "chunk_size": 16, "layer_norm_epsilon": 1e-4}
+LFM2: dict[str, Any] = {"norm_eps": 1e-4, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
 LATENT: dict[str, Any] = {
     "hidden_act": "silu", "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
     "v_head_dim": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -105,6 +106,9 @@ BASES: dict[str, dict[str, Any]] = {
                    "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12, "mlp_hidden_act": "relu2",
                    "head_dim": 12, "num_hidden_layers": ABSENT},
     "mamba2": {**MAMBA_ALONE, "num_heads": 8, "head_dim": 8, "state_size": 12},
+    "lfm2": {**LFM2, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
+    "lfm2_moe": {**LFM2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                 "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     "ministral3": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,
@@ -153,7 +157,7 @@ BASES: dict[str, dict[str, Any]] = {
 ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "", 3)
 LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
-    ["linear_attention"] * 4, [FULL, "linear_attention"] * 2,
+    ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["conv", "conv", FULL, "conv"],
     [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}

@@ -17,7 +17,9 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
 from tests.engine.tiny import FAMILIES as TINY
 
-FAMILIES = ("cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2")
+FAMILIES = (
+    "lfm2", "lfm2-moe", "cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2",
+)  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
 
@@ -57,6 +59,8 @@ def requests() -> list[Request]:
         pytest.param("llama4", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("glm4-moe", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("lfm2-moe", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("lfm2-moe", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek, Kimi K2 and Qwen3-Coder through the API: control tokens, histories, forced calls."""
+"""Calls of DeepSeek, Kimi K2, Qwen3-Coder and LFM2 through the API: control tokens, histories, forced calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,15 @@ QWEN = (
     "{% for key, value in c.function.arguments | items %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>", "<|tool_list_end|>")
+LFM2 = (
+    "{% if tools %}List of tools: <|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}"
+    + TURNS
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""It shows functions and results, but not the calls between them."""
 SAID = {
+    "lfm2": 'Ok.<|tool_call_start|>[get_weather(city="7"), clock()]<|tool_call_end|>',
     "deepseek": "Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     '{"city": "7"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```'
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -55,6 +63,8 @@ SAID = {
     "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
 }
 SHOWN = {
+    "lfm2": '<|tool_call_start|>[get_weather(city="7"), clock()]<|tool_call_end|><|end|><|tool|>sunny<|end|>'
+    "<|tool|>noon",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     '{"city": "7"}\n```'
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -67,11 +77,12 @@ SHOWN = {
 }
 
 
-@pytest.fixture(scope="module", params=["deepseek", "kimi", "qwen"])
+@pytest.fixture(scope="module", params=["deepseek", "kimi", "qwen", "lfm2"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TextModel]:
     marks, template = {
         "deepseek": (DEEPSEEK_MARKS, DEEPSEEK),
         "kimi": (KIMI_MARKS, KIMI),
+        "lfm2": (LFM2_MARKS, LFM2),
         "qwen": (("<tool_call>", "</tool_call>"), QWEN),
     }[request.param]
     return request.param, model(
@@ -125,6 +136,8 @@ async def test_forced_calls_are_written_with_the_control_tokens(
     forced: dict[str, Any] = {
         "deepseek": SAID["deepseek"].removeprefix("Ok."),
         "kimi": SAID["kimi"].removeprefix("Ok."),
+        "lfm2": '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "7"}}, '
+        '{"name": "clock", "arguments": {}}]<|tool_call_end|>',
         "qwen": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "7"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     }

@@ -10,7 +10,7 @@ from penstock.engine.backends.cpu.recorded_step import RecordedStep, RowArrays, 
 from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
-from penstock.engine.runner.inputs import Packed, decode_entries, sampling_chunks
+from penstock.engine.runner.inputs import Packed, decode_entries, sampling_chunks, states_of
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import DRAWN, FLOATS, Flag, Rows
 from penstock.engine.runner.step import PendingStep
@@ -55,6 +55,8 @@ class RecordedExecutor(EagerExecutor):
                 if recorded is self.further and self._adapters is not None:
                     self._adapters.begin_head(self._adapters.slots)
                 self._rows.update(batch)
+                if (states := states_of(batch)) is not None:
+                    recorded.load_states(states)
                 if not recorded.load_decodes(decode_entries(batch.chunks)) & ~Flag.RANDOM:
                     return PendingStep(batch, self._rows, batch.chunks, recorded.draw())
         return self._run_packed(batch, decoder, recorded)
@@ -106,6 +108,7 @@ class RecordedExecutor(EagerExecutor):
             tokens=tokens,
             sequences=tokens if self._inputs.alone else samples,
             samples=samples,
+            states=decoder.config.short_conv is not None,
         )
 
 

@@ -135,6 +135,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_lora": (c_int, (c_void_p, POINTER(LoraArgs))),
     "pk_mask_logits": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_delta_step": (None, (*[c_void_p] * 10, *[c_int64] * 4)),
+    "pk_short_conv": (None, (*[c_void_p] * 10, *[c_int64] * 3, c_int)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_gumbel_argmax": (None, (c_void_p, *[c_void_p] * 4, c_int64, c_int64)),

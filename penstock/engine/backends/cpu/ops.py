@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cpu.attention_ops import AttentionOps
 from penstock.engine.backends.cpu.elementwise_ops import ElementwiseOps
-from penstock.engine.backends.cpu.layout import need
+from penstock.engine.backends.cpu.layout import dtype_code, need, need_contiguous
 from penstock.engine.backends.cpu.recorder import NotRecordableError
 from penstock.engine.backends.cpu.sampling_ops import SamplingOps
 from penstock.engine.backends.interface import (
@@ -21,6 +21,7 @@ from penstock.engine.backends.interface import (
     DeltaWeights,
     MambaLayout,
     MambaWeights,
+    ShortConvWeights,
     StateBatch,
 )
 from penstock.engine.backends.reference import delta, mamba
@@ -83,3 +84,25 @@ class CpuOps(AttentionOps, ElementwiseOps, SamplingOps):
         if self.batch_invariant:
             return one_by_one(layer, [projected], batch, conv_cache, state_cache)
         return layer([projected], batch, conv_cache, state_cache)
+
+    def short_conv(
+        self, projected: Tensor, weights: ShortConvWeights, batch: AttentionBatch, conv_cache: Tensor
+    ) -> Tensor:
+        states = batch.states
+        assert states is not None, "a recurrent layer needs to know where its states are"
+        need_contiguous(projected, "projected")
+        need(conv_cache, "states", projected.dtype)
+        need(batch.positions, "positions", torch.int64)
+        for slots in (states.first, states.reads, states.writes):
+            need(slots, "slots of states", torch.int32)
+        (width, channels), rows = weights.taps.shape, len(projected)
+        out = torch.empty((rows, channels), dtype=projected.dtype)
+        tensors = (
+            projected, weights.taps, weights.bias, batch.positions, states.first, states.reads, states.writes,
+            conv_cache, out,
+        )  # fmt: skip
+        self._lib.pk_short_conv(
+            self._ctx, *(tensor.data_ptr() for tensor in tensors), rows, channels, width,
+            dtype_code(projected, "projected"),
+        )  # fmt: skip
+        return out

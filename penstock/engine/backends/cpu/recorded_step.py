@@ -26,7 +26,7 @@ from penstock.engine.backends.cpu.native import CountPatch, DecodeArgs, Recorded
 from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.cpu.recorder import SAMPLES, TOKENS, NotRecordableError, Recorder
-from penstock.engine.backends.interface import AttentionBatch, Floats, HostBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, Floats, HostBatch, Ints, StateBatch
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ class RecordedStep:
         tokens: int,
         sequences: int,
         samples: int,
+        states: bool = False,
     ) -> None:
+        """`states`: whether the step says where the states of recurrent layers lie."""
         self._ops = ops
         self._tokens, self._sequences, self._samples = tokens, sequences, samples
         inputs = AttentionBatch(
@@ -88,6 +90,9 @@ class RecordedStep:
             max_query=tokens,
             max_context=1,
         )
+        where = torch.zeros(4, tokens, dtype=torch.int32)
+        if states:
+            inputs.states = StateBatch(*where)
         ids = torch.zeros(tokens, dtype=torch.int64)
         at = torch.zeros(samples, dtype=torch.int64)
         temperatures = torch.zeros(samples, dtype=torch.float32)
@@ -125,6 +130,7 @@ class RecordedStep:
         self._ids, self._positions, self._slots = ids.numpy(), inputs.positions.numpy(), inputs.slots.numpy()
         self._query_starts, self._context_lens = inputs.query_starts.numpy(), inputs.context_lens.numpy()
         self._rows = inputs.rows.numpy()
+        self._states = where.numpy()
         self._at, self._temperatures, self._keys = at.numpy(), temperatures.numpy(), keys.numpy()
         self._sample_rows, self._drawn = sample_rows.numpy(), drawn.numpy()
         self._decodes: Ints = np.zeros(3 * sequences, np.int64)
@@ -155,6 +161,8 @@ class RecordedStep:
         self._query_starts[: sequences + 1] = step.query_starts
         self._context_lens[:sequences] = step.context_lens
         self._rows[:sequences] = step.rows
+        if step.states is not None:
+            self.load_states(step.states)
         self._at[:samples] = at
         self._sample_rows[:samples] = rows
         self._temperatures[:samples] = self._row_arrays.temperatures[rows]
@@ -173,6 +181,10 @@ class RecordedStep:
             raise LayoutError("a position is outside the block table")
         self._counts[:] = [count, count, count]
         return flags
+
+    def load_states(self, states: Ints) -> None:
+        """[4, T]: the fields of `StateBatch`, in a model that has some."""
+        self._states[:, : states.shape[1]] = states
 
     def forward(self) -> Tensor:
         """The hidden states of the step's tokens."""
@@ -242,7 +254,7 @@ def _record_head(recorder: Recorder, head: Head, chosen: Tensor) -> Tensor | Non
     return None
 
 
-def record(ops: CpuOps, forward: Forward, head: Head, kv: Any, rows: RowArrays, **sizes: int) -> RecordedStep | None:
+def record(ops: CpuOps, forward: Forward, head: Head, kv: Any, rows: RowArrays, **sizes: Any) -> RecordedStep | None:
     """A recorded step (see `RecordedStep` for its sizes), or None where it does something that cannot be recorded."""
     try:
         with torch.inference_mode():

@@ -53,7 +53,9 @@ from penstock.engine.backends.interface import (
     MambaLayout,
     MambaWeights,
     OverRanks,
+    ShortConvWeights,
 )
+from penstock.engine.backends.reference import short_conv
 from penstock.engine.backends.reference.indexing import PlainIndexing
 
 _INVARIANT_ROWS = 256
@@ -350,6 +352,13 @@ class TritonOps(PlainIndexing):
             in_place_runs=self.batch_invariant,
             pdl=self.pdl,
         )
+
+    def short_conv(
+        self, projected: Tensor | Addends, weights: ShortConvWeights, batch: AttentionBatch, conv_cache: Tensor
+    ) -> Tensor:
+        if isinstance(projected, Addends):
+            projected = projected.base + torch.where(projected.ranks.unsqueeze(1) > 0, projected.delta, 0)
+        return short_conv.short_conv(projected, weights, batch, conv_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -69,6 +69,7 @@ from penstock.engine.backends.interface.recurrence import (
     MambaLayout,
     MambaWeights,
     RecurrentOps,
+    ShortConvWeights,
 )
 from penstock.engine.backends.interface.sampling import SamplingOps
 
@@ -112,6 +113,7 @@ __all__ = [
     "OverRanks",
     "RecurrentOps",
     "SamplingOps",
+    "ShortConvWeights",
     "Staging",
     "StateBatch",
     "StepDefaults",

@@ -111,6 +111,16 @@ class MambaWeights:
     """Factors of the projected gates and time steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """What a gated short convolution has beside its projections, all float32."""
+
+    taps: Tensor
+    """[width, channels]: the last row belongs to the token itself."""
+    bias: Tensor
+    """[channels]."""
+
+
 class RecurrentOps(Protocol):
     """Of layers that keep a state for each sequence; `StateBatch` says where states lie."""
 
@@ -156,5 +166,16 @@ class RecurrentOps(Protocol):
 
         and gives S C + skip * x, which is multiplied by silu of the gate and RMS-normalized in `norm_groups` runs of
         channels, or first normalized and then multiplied. Caches are as in `delta_net`; a state is [head_dim, state].
+        """
+        ...
+
+    def short_conv(
+        self, projected: Tensor, weights: ShortConvWeights, batch: AttentionBatch, conv_cache: Tensor
+    ) -> Tensor:
+        """A gated short convolution between its projections: [T, channels].
+
+        `projected` is [T, 3 * channels]: input gates, output gates, inputs. Inputs times their gates, rounded to the
+        activations' type, pass a causal convolution of each channel; what it gives is multiplied by the output gates.
+        `conv_cache` [slots, width, channels] is as in `delta_net`, and has these products.
         """
         ...

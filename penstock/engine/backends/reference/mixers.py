@@ -14,8 +14,9 @@ from penstock.engine.backends.interface import (
     LatentWeights,
     MambaLayout,
     MambaWeights,
+    ShortConvWeights,
 )
-from penstock.engine.backends.reference import delta, latent, mamba
+from penstock.engine.backends.reference import delta, latent, mamba, short_conv
 from penstock.engine.backends.reference.indexing import PlainIndexing
 
 
@@ -67,3 +68,8 @@ class PlainMixers(PlainIndexing):
         state_cache: Tensor,
     ) -> Tensor:
         return mamba.mamba(projected, layout, weights, batch, conv_cache, state_cache)
+
+    def short_conv(
+        self, projected: Tensor, weights: ShortConvWeights, batch: AttentionBatch, conv_cache: Tensor
+    ) -> Tensor:
+        return short_conv.short_conv(projected, weights, batch, conv_cache)

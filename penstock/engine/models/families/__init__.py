@@ -41,6 +41,7 @@ from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
@@ -144,6 +145,8 @@ FAMILIES: dict[str, Family] = {
         ARCEE,
         FLEX_OLMO,
         MELLUM,
+        LFM2,
+        LFM2_MOE,
     )
 }
 """By `model_type`."""
@@ -201,7 +204,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    ordinary = "delta" not in fields and "mamba" not in fields and not fields.get("chunked")
+    ordinary = not fields.keys() & {"delta", "mamba", "short_conv"} and not fields.get("chunked")
     ordinary = ordinary and ("latent" not in fields or fields["latent"].index is None)
     if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
@@ -214,13 +217,14 @@ def read_config(raw: HFConfig) -> ModelConfig:
         fields["max_positions"] = integer(raw, "max_position_embeddings")
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
+    if "tied_embeddings" not in fields:
+        fields["tied_embeddings"] = flag(raw, "tie_word_embeddings")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
         vocab_size=integer(raw, "vocab_size"),
-        tied_embeddings=flag(raw, "tie_word_embeddings"),
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,
         **fields,

@@ -22,6 +22,7 @@ from penstock.engine.models.model_config import (
     MambaConfig,
     MoeConfig,
     QueryGrowth,
+    ShortConvConfig,
 )
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
@@ -83,6 +84,8 @@ class ConfigFields(TypedDict, total=False):
     rotated_qk_norm: bool
     rope: RopeConfig
     row_norms: bool
+    short_conv: ShortConvConfig
+    tied_embeddings: bool
     windows: Windows
 
 
@@ -178,8 +181,12 @@ class GGUFFormat:
     mamba: bool = False
     """Whether there are Mamba-2 layers; see `loading.gguf_mamba`. Numbers of KV heads and widths of feed-forwards may
     then differ between layers, and are 0 in those that have none."""
+    short_conv: bool = False
+    """Whether there are short convolutions. Numbers of KV heads may then differ between layers, as with `mamba`."""
     attention: bool = True
     """Whether there is attention, and a feed-forward beside it."""
+    final_norm: str = "output_norm"
+    """The name of the norm behind the last layer."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class TensorNames:
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Of queries and keys, where a family has such norms."""
+    """Of the heads of queries and keys, or of all of each together, where a family has such norms."""
     more_linears: tuple[str, ...] = ()
     """Further matrices of a layer, for a model file that composes attention of another kind."""
     mlp: str = "mlp."
@@ -57,6 +57,8 @@ class TensorNames:
 
     mamba: str = "mamba."
     """Of Mamba layers, in families that have some."""
+    short_conv: str = "conv."
+    """Of short convolutions, in families that have some."""
     recurrent: tuple[str, ...] = ()
     """Matrices of mixers other than attention that are quantized."""
 

@@ -20,10 +20,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import ActivationOps, Ops
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.model_config import GroupScore, LayerTable, Scoring
-
-SMALL_TOTAL = 1e-20
-"""Added to the sum that sigmoid weights are divided by: all of them may be zero."""
+from penstock.engine.models.model_config import SMALL_TOTAL, GroupScore, LayerTable, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,7 @@ class Router:
     group_score: GroupScore = "best"
     scale: float = 1.0
     weight_inputs: bool = False
+    total_eps: float = SMALL_TOTAL
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     """See `Ops.sigmoid`."""
 
@@ -62,7 +60,7 @@ class Router:
             weights = scores.gather(1, experts)
         if self.normalize:
             total = _sum(weights).unsqueeze(-1)
-            weights = weights / (total + SMALL_TOTAL if self.scoring == "sigmoid" else total)
+            weights = weights / (total + self.total_eps if self.scoring == "sigmoid" else total)
         return (weights if self.scale == 1.0 else weights * self.scale), experts
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
