@@ -31,7 +31,9 @@ DELTA_NETS = (".conv1d.weight", ".in_proj_ba.weight", ".in_proj_b.weight", ".in_
 """Their convolutions, and the small matrices of their decays and write strengths."""
 INDEXERS = (".indexer.weights_proj.weight",)
 """The weights of an indexer's heads."""
-DENSE = ROUTERS + DELTA_NETS + INDEXERS
+SHORT_CONVOLUTIONS = (".conv.conv.weight",)
+"""LFM2's."""
+DENSE = ROUTERS + DELTA_NETS + INDEXERS + SHORT_CONVOLUTIONS
 """Ends of the names of matrices that are never quantized."""
 
 

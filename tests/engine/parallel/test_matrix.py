@@ -183,6 +183,7 @@ ELSEWHERE = (
     "not available with adapters on this device",
     "a prompt is handed over with its state",
     "models, which run through transformers",
+    "models, whose layers keep states and which run through transformers",
     "it has no parts for several ranks",
 )
 """Rows of the documentation's table that other tests cause."""

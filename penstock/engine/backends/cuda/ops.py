@@ -56,7 +56,7 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import short_conv
-from penstock.engine.backends.reference.indexing import PlainIndexing
+from penstock.engine.backends.reference.indexer import PlainIndexing
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""

@@ -54,7 +54,7 @@ from penstock.engine.backends.interface.dtypes import (
     KVScales,
     torch_dtype,
 )
-from penstock.engine.backends.interface.indexing import (
+from penstock.engine.backends.interface.indexer import (
     Chosen,
     ChosenTokens,
     IndexLayout,

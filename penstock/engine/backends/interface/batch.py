@@ -131,7 +131,7 @@ class AttentionBatch:
     """The largest of `context_lens`, or more where that makes no difference to a captured step. None: it can only be
     read from the device."""
     chosen: Any = None
-    """What the last layer with an indexer chose (`indexing.Chosen`), where layers behind it attend to the same."""
+    """What the last layer with an indexer chose (`indexer.Chosen`), where layers behind it attend to the same."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
     states: StateBatch | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import AttentionOps
-from penstock.engine.backends.interface.indexing import IndexOps
+from penstock.engine.backends.interface.indexer import IndexOps
 from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps

@@ -17,7 +17,7 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import delta, latent, mamba, short_conv
-from penstock.engine.backends.reference.indexing import PlainIndexing
+from penstock.engine.backends.reference.indexer import PlainIndexing
 
 
 class PlainMixers(PlainIndexing):
