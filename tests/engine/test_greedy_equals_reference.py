@@ -25,7 +25,7 @@ VARIANTS = {
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {
     "seed-oss", "ernie4.5", "hunyuan-moe", "minimax-m2", "glm4-moe-lite", "exaone-moe", "dots1", "solar-open", "cwm",
-    "arcee", "flex-olmo", "mellum",
+    "arcee", "flex-olmo", "mellum", "ernie4.5-moe", "lfm2-moe", "granite-moe", "olmoe", "qwen2-moe", "nemotron-h",
 }  # fmt: skip
 """Families of parts that others have: in the slow suite too."""
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS | COMBINED else name for name in FAMILIES]

@@ -69,6 +69,7 @@ def test_a_conversation_starts_behind_its_last_prompt(folder: Path, expected: di
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_rejected_draft_tokens_leave_no_trace(
     folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
