@@ -1,4 +1,4 @@
-"""Activation-aware scaling of weights kept in per-channel int8 for matrix tiles.
+"""Activation-aware scaling of weights kept in per-channel int8.
 
 The rounding error of a weight reaches the outputs multiplied by its input. So weights are rounded more finely at those
 inputs that are large, which a calibration prompt shows.

@@ -36,6 +36,15 @@ PK_INLINE void store_part(T* p, vf v, int n) {
     std::memcpy(p, pad, n * sizeof(T));
 }
 
+// As a number that is stored as T would be read.
+template <class T>
+PK_INLINE vf as_stored(vf v) {
+    if constexpr (std::is_same<T, float>::value) return v;
+    T stored[VL];
+    store(stored, v);
+    return load(stored);
+}
+
 #if !defined(PK_NEON)
 // Four consecutive floats, each to be multiplied with a whole vector: broadcasts from memory, which are free here.
 typedef const float* four;

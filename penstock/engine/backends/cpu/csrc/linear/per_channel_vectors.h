@@ -25,15 +25,6 @@ PK_INLINE vi dot_bytes(vi sum, vbytes weights, vbytes x) { return dot_unsigned(s
 PK_INLINE vi dot_bytes(vi sum, vbytes weights, vbytes x) { return dot_signed(sum, weights, x); }
 #endif
 
-// As a number that is stored as O would be read.
-template <class O>
-PK_INLINE vf as_stored(vf x) {
-    if constexpr (std::is_same<O, float>::value) return x;
-    O stored[VL];
-    store(stored, x);
-    return load(stored);
-}
-
 class VectorProduct {
   public:
     VectorProduct(const LinearArgs& args, void* packed)

@@ -19,15 +19,6 @@ struct States {
     const int32_t *first, *reads, *writes;
 };
 
-// Numbers as they will be read again where they are stored as T.
-template <class T>
-PK_INLINE vf as_stored(vf v) {
-    if constexpr (std::is_same<T, float>::value) return v;
-    T pad[VL];
-    store(pad, v);
-    return load(pad);
-}
-
 // One row in the channels from `at`. `read` and `write` handle as many of them as a vector holds, or what is left.
 template <class T, class L, class S>
 PK_INLINE void convolve(const T* projected, const float* taps, const float* bias, const States& states, T* cache, T* out,
