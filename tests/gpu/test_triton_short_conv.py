@@ -168,8 +168,8 @@ def test_chunks_begin_anywhere_in_a_program() -> None:
 
 def test_a_run_of_single_tokens_may_be_written_where_it_was_read() -> None:
     """Deterministic mode: a chunk of a prompt is computed as decodes."""
-    for size in SIZES:
-        for length in (1, 2, 3, 4, 9):
+    for size in SIZES[:2] if QUICK else SIZES:
+        for length in (1, 2, 3, 9):
             runs = [Run(6, length, 1, (1,), True), Run(3, 1, 2, (2,), True), Run(0, length, 0, (3,), True)]
             compare_in_any_order(f"{size} {length}", build(size, runs, torch.float32))
 
