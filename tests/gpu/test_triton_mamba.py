@@ -68,7 +68,11 @@ class Case:
 
 
 def batch_of(runs: list[Run]) -> AttentionBatch:
-    """Decodes come first, and draft tokens count as decodes."""
+    """Decodes come first, and draft tokens count as decodes. No run may write what another one reads or writes: which of
+    them is first nobody knows."""
+    for run in runs:
+        others = {slot for other in runs if other is not run for slot in (other.read, *other.writes)}
+        assert others.isdisjoint({*run.writes} - {0}), f"{run} writes a slot of another run"
     positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
     for run in runs:
         begin = len(positions)
