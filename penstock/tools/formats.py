@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, CallMarks
-from penstock.tools.xml_calls import FUNCTION_TAGS, INVOKE_TAGS, Tags
+from penstock.tools.xml_calls import DSML_TAGS, FUNCTION_TAGS, INVOKE_TAGS, Tags
 
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
-    "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
     "lfm2",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
@@ -43,6 +43,8 @@ class ToolFormat:
     """Whether calls are one JSON list; otherwise they are consecutive objects."""
     arguments: str = "arguments"
     """The key of the arguments when writing; both names are accepted when reading."""
+    lead: str = ""
+    """What usually stands before the opener."""
     before: str = ""
     after: str = ""
     """Separator between opener, JSON and closer."""
@@ -95,8 +97,9 @@ class ToolFormat:
         """Texts other than the opener that the format consists of, and that may be control tokens."""
         if self.marks is not None:
             return (self.closer, self.marks.begin, self.marks.end, *self.marks.inner)
-        opened = self.tags is not None or (self.syntax == "python" and not self.bare)
-        return (self.closer,) if opened else ()
+        if self.tags is not None:
+            return (self.closer, *self.tags.inner)
+        return (self.closer,) if self.syntax == "python" and not self.bare else ()
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
@@ -134,6 +137,16 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ),
         ToolFormat("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="\n", marks=DEEPSEEK_V3),
         ToolFormat("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="", marks=DEEPSEEK_V31),
+        ToolFormat(
+            "deepseek_v32",
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            lead="\n\n",
+            before="\n",
+            after="\n",
+            between="\n",
+            tags=DSML_TAGS,
+        ),
         ToolFormat("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", between="", marks=KIMI_K2),
         ToolFormat(
             "qwen3_coder", "<tool_call>", "</tool_call>", before="\n", after="\n", between="\n", tags=FUNCTION_TAGS
@@ -168,6 +181,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["lfm2"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
+    if "｜DSML｜" in template:
+        return FORMATS["deepseek_v32"]
     if "<｜tool▁calls▁begin｜>" in template:
         return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
     if any(
