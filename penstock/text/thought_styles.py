@@ -70,6 +70,12 @@ STYLES: dict[StyleName, ThoughtStyle] = {
 }
 
 
+_HUNYUAN = ("<|extra_0|>", "hy_Assistant")
+"""Marks of messages in Hunyuan's templates."""
+_RESULTS = ("<minimax:tool_call>",)
+"""Marks of templates that have results of functions, not answers, in `<response>`."""
+
+
 @functools.lru_cache(maxsize=64)
 def detect(template: str) -> ThoughtStyle | None:
     """The style that a chat template mentions; None: it mentions no thoughts."""
@@ -84,6 +90,10 @@ def detect(template: str) -> ThoughtStyle | None:
             return style
     if "<think>" not in template and "</think>" not in template:
         return None
+    if any(mark in template for mark in _HUNYUAN):
+        return STYLES["hunyuan"]  # most of its templates do not show answers as the model writes them
+    if any(mark in template for mark in _RESULTS):
+        return STYLES["think"]
     for style in (STYLES["granite33"], STYLES["hunyuan"]):
         if style.answer_begin in template and style.answer_end in template:
             return style
