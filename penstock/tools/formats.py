@@ -2,7 +2,7 @@
 
 Most write JSON objects with a name and arguments, and differ in the surrounding text; some write names and arguments
 between marks, Python calls, or keys and values in tags. Where a grammar holds a call, its arguments are JSON in any
-format.
+format but DSML, whose tags say which values are text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.tools.xml_calls import DSML_TAGS, FUNCTION_TAGS, INVOKE_TAGS, Tags
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
-    "lfm2",
+    "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
 
@@ -52,6 +52,10 @@ class ToolFormat:
     """Separator between two calls."""
     named: bool = False
     """Whether the function's name may also stand before its arguments, instead of in the JSON."""
+    name_first: bool = False
+    """Whether a message may begin with a name, a line break and the arguments; calls are written like that too."""
+    also: tuple[str, ...] = ()
+    """Other texts that the model writes in place of the opener."""
     name_key: str = "name"
     """The key of the name when writing; both names are accepted when reading."""
     syntax: Literal["json", "python", "tags"] = "json"
@@ -110,7 +114,12 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ToolFormat("llama3", "<|python_tag|>", bare=True, arguments="parameters", between="; "),
         ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", named=True, short_ids=True),
         ToolFormat("granite", "<|tool_call|>", listed=True),
-        ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True),
+        ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True, also=("functools",)),
+        ToolFormat("functools", "functools", listed=True),
+        ToolFormat("hunyuan", "<tool_calls>", "</tool_calls>", listed=True),
+        ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True),
+        ToolFormat("glm4", "<|assistant|>", bare=True, between="\n", name_first=True),
+        ToolFormat("xlam", "<tool_call>", "</tool_call>", bare=True, listed=True),
         ToolFormat(
             "pythonic",
             "<|python_start|>",
@@ -121,6 +130,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
             syntax="python",
         ),
         ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, syntax="python"),
+        ToolFormat("olmo3", "<function_calls>", "</function_calls>", between="\n", syntax="python"),
         ToolFormat("glm45", "<tool_call>", "</tool_call>", after="\n", between="\n", syntax="tags"),
         ToolFormat(
             "cohere", "<|START_ACTION|>", "<|END_ACTION|>", listed=True, arguments="parameters", name_key="tool_name"
@@ -181,7 +191,7 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["lfm2"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
-    if "｜DSML｜" in template:
+    if "｜DSML｜" in template and "function_calls" in template:
         return FORMATS["deepseek_v32"]
     if "<｜tool▁calls▁begin｜>" in template:
         return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
@@ -190,6 +200,18 @@ def detect(template: str) -> ToolFormat:
         for mark in ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|im_system|>tool_declare")
     ):
         return FORMATS["kimi_k2"]
+    if "<TOOLCALL>" in template:
+        return FORMATS["nemotron"]
+    if "<function_calls>" in template:
+        return FORMATS["olmo3"]
+    if "<tool_calls>" in template and "<tool_sep>" not in template:
+        return FORMATS["hunyuan"]
+    if "functools[" in template:
+        return FORMATS["functools"]
+    if "single JSON array" in template and '"name": "tool_call_name"' in template.replace("\\", ""):
+        return FORMATS["xlam"]
+    if "可用工具" in template and "<arg_key>" not in template:
+        return FORMATS["glm4"]
     if "<seed:tool_call>" in template:
         return FORMATS["seed_oss"]
     if "<minimax:tool_call>" in template:
@@ -206,7 +228,7 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["cohere"]
     if "Action:" in template and "```json" in template:
         return FORMATS["command_r"]
-    if "<|python_start|>" in template or "<|header_start|>" in template:
+    if any(mark in template for mark in ("<|python_start|>", "<|header_start|>", "[func_name1(")):
         return FORMATS["pythonic"]
     if "List of tools: [" in template:
         return FORMATS["lfm2"]  # the later templates show no calls

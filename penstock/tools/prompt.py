@@ -129,15 +129,19 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
             for number, call in enumerate(calls)
         )
         return f"{form.opener}{form.between.join(each)}{form.closer}"
-    if form.syntax == "python" and form.listed and (python := _in_python(calls)) is not None:
-        return f"{form.opener}[{form.between.join(python)}]{form.closer}"
+    if form.syntax == "python" and not form.bare and (python := _in_python(calls)) is not None:
+        begin, end = "[]" if form.listed else ("", "")
+        return f"{form.opener}{begin}{form.between.join(python)}{end}{form.closer}"
+    if form.name_first:
+        return form.between.join(f"{call['function']['name']}\n{call['function']['arguments']}" for call in calls)
     bodies = []
     for call in calls:
         function = call["function"]
         body = {form.name_key: function["name"], form.arguments: _parsed(function["arguments"])}
         bodies.append(json.dumps(body, ensure_ascii=False))
     if form.listed:
-        return f"{form.opener}{form.before}[{form.between.join(bodies)}]{form.after}{form.closer}"
+        opener = "" if form.bare else form.opener
+        return f"{opener}{form.before}[{form.between.join(bodies)}]{form.after}{form.closer}"
     if form.bare:
         return form.between.join(bodies)
     return form.between.join(f"{form.opener}{form.before}{body}{form.after}{form.closer}" for body in bodies)

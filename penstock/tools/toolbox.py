@@ -5,6 +5,7 @@ It provides the grammar that enforces the tool choice, and the parser for the mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -141,7 +142,7 @@ class Toolbox:
     def _json_start(self) -> JsonStart:
         """What the calls begin with, where other text may come instead."""
         if self.form.bare and self.opener_id is None:
-            return _HEAD
+            return "\n" if self.form.name_first else _HEAD
         if self.opener_id is None and (inside := self._inside_opener) is not None:
             return inside[1]
         return self.form.opener if self.opener_id is None else self.opener_id
@@ -175,7 +176,12 @@ class Toolbox:
         before = _text(self.form.before)
         if self.form.bare:
             tagged = "" if self.opener_id is None else f"({self._opener} calls)?"
-            first = r"{\[\s" if self.form.syntax == "python" else r"{\s"  # calls in Python would not be held
+            if self.form.name_first:
+                names = "|".join(re.escape(tool.name) for tool in self.allowed)
+                call = rf"\s*(\{{|({names})[ \t]*\n\s*\{{)(?s:.*)"
+                return [f"TEXT: /(?s:.*)/ & ~/{call}/", "start: calls | TEXT"]
+            lists = self.form.listed or self.form.syntax == "python"  # calls in Python would not be held
+            first = r"{\[\s" if lists else r"{\s"
             return [f"ANYTHING: /[^{first}](?s:.*)/", f"start: calls | ANYTHING? {tagged}"]
         if self.opener_id is not None:
             return ["ANYTHING: /(?s:.*)/", f"start: ANYTHING ({self._opener} {before} calls)?"]
@@ -201,7 +207,7 @@ class Toolbox:
         end = f"{_text(form.after)} {self._spelled(form.closer)}"
         between = literal(form.between)
         if form.listed:
-            return f'"[" call {self._more(f"{between} call")} "]" {end}'
+            return f'"[" call {self._more(f"{between} call")} "]" {"" if form.bare else end}'
         if form.bare:
             return f"call {self._more(f'{between} call')}"
         return f"call {end} {self._more(f'{between} {self._opener} {_text(form.before)} call {end}')}"
@@ -229,6 +235,8 @@ class Toolbox:
             begin = self._spelled(f'{tags.call}"{tool.name}">\n')
             end = "" if not arguments.startswith("@") else literal("\n")
             return f"{begin} {arguments} {end} {self._spelled(tags.call_end)}"
+        if self.form.name_first:
+            return f"{literal(tool.name + chr(10))} {arguments}"
         opening = f'{{"{self.form.name_key}": '
         head = f'{opening}{literal(tool.name)}, "{self.form.arguments}": '
         return f"{literal(head)} {arguments} {literal('}')}"

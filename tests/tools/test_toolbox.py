@@ -87,7 +87,13 @@ def parsed(box: Toolbox, message: str) -> Parsed:
     return gather(parser.push(message) + parser.flush())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "olmo3")
+"""Formats whose calls under a grammar differ from others in their marks only."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in FORMATS]
+)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_calls_that_must_be_made_are_always_valid(
     compiler: GuidanceCompiler, text: TextModel, name: FormatName, parallel: bool
@@ -142,6 +148,22 @@ def test_bare_calls_are_told_from_text_by_their_first_character(compiler: Guidan
     assert allowed("Plain { text }")
     assert allowed(call("llama3", '{"city": "Rome"}', "")) and allowed(call("llama3", '{"city": "Rome"}', MARK))
     assert not allowed('{"nam": 1}') and not allowed(call("llama3", '{"city": 1}', MARK))
+
+
+@pytest.mark.parametrize("name", ["xlam", "glm4"])
+def test_bare_calls_in_other_forms(compiler: GuidanceCompiler, text: TextModel, name: FormatName) -> None:
+    grammar = toolbox(name, text).grammar()
+
+    def allowed(words: str) -> bool:
+        return Walk(compiler, text, grammar).takes(words)
+
+    good, bad = (
+        f"get_weather\n{arguments}" if name == "glm4" else call(name, arguments, "").removesuffix("</tool_call>")
+        for arguments in ('{"city": "Rome"}', '{"city": 1}')
+    )
+    assert allowed(good) and not allowed(bad)
+    assert parsed(toolbox(name, text), good).calls
+    assert allowed("get_weather is a function; { and [ are brackets.\n{}")
 
 
 def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextModel) -> None:
