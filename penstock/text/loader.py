@@ -57,6 +57,8 @@ def _from_gguf(file: GGUFFile) -> TextModel:
 
     ends = _ids(config.get("eos_token_id"))
     for name in END_TOKENS:
+        if name == "<|end|>" and tokenizer.token_to_id("<|flush|>") is not None:
+            continue  # Solar Open: it ends each message, a thought too
         token = tokenizer.token_to_id(name)
         if token is not None and types is not None and types[token] == CONTROL and token not in ends:
             ends.append(token)

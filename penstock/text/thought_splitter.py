@@ -46,7 +46,7 @@ class ThoughtSplitter:
 
     __slots__ = (
         *("_answer_begin", "_answer_end", "_begins", "_buffer", "_counted", "_ends", "_leading", "_space"),
-        *("_state", "_wrapped", "marks", "reasoning_tokens"),
+        *("_header", "_state", "_wrapped", "marks", "reasoning_tokens"),
     )
 
     def __init__(self, style: ThoughtStyle, text: TextModel, state: State = "before") -> None:
@@ -55,6 +55,8 @@ class ThoughtSplitter:
         """Marks by their ids: whether they begin a thought."""
         self._begins = tuple(spelling for spelling in style.begin if known[spelling] is None)
         self._ends = tuple(spelling for spelling in style.end if known[spelling] is None)
+        self._header = text.decode(text.encode(style.header, add_special_tokens=False)) if style.header else ""
+        """What is seen of the header between thought and answer."""
         self._answer_begin, self._answer_end = style.answer_begin, style.answer_end
         self._wrapped = state == "answer"
         """Whether the mark before the answer has come, as it may have in the prompt: then the one behind it counts."""
@@ -76,7 +78,7 @@ class ThoughtSplitter:
     @property
     def done(self) -> bool:
         """Whether all that follows is plain text of the answer."""
-        plain = not self._answer_begin and not self._answer_end
+        plain = not self._header and not self._answer_begin and not self._answer_end
         return self._state == "answer" and not self._leading and not self._buffer and plain
 
     @property
@@ -173,7 +175,7 @@ class ThoughtSplitter:
 
     def _answer(self) -> str:
         """What may be shown of the answer, without the marks around it."""
-        if self._answer_begin and not self._answer_begun():
+        if (self._header and not self._header_read()) or (self._answer_begin and not self._answer_begun()):
             return ""
         text = self._buffer.lstrip() if self._leading else self._buffer
         self._leading = self._leading and not text
@@ -188,6 +190,16 @@ class ThoughtSplitter:
         shown = text[: len(text) - _overlap(text, self._answer_end)].rstrip()
         self._buffer = text[len(shown) :]
         return shown
+
+    def _header_read(self) -> bool:
+        """Whether it is clear if the thought has a header behind it."""
+        rest = self._buffer.lstrip()
+        if self._leading and self._header.startswith(rest) and rest != self._header:
+            return False
+        if self._leading and rest.startswith(self._header):
+            self._buffer = rest[len(self._header) :]
+        self._header = ""
+        return True
 
     def _answer_begun(self) -> bool:
         """Whether it is clear if the answer has a mark before it, which is taken away with the white space around."""

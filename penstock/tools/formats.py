@@ -14,13 +14,13 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, CallMarks
+from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, SOLAR_OPEN, CallMarks
 from penstock.tools.xml_calls import DSML_TAGS, FUNCTION_TAGS, INVOKE_TAGS, Tags
 
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
-    "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4",
+    "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4", "solar_open",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
 
@@ -157,6 +157,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
             between="\n",
             tags=DSML_TAGS,
         ),
+        ToolFormat("solar_open", "<|tool_calls|>", "<|calls|>", between="", marks=SOLAR_OPEN),
         ToolFormat("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", between="", marks=KIMI_K2),
         ToolFormat(
             "qwen3_coder", "<tool_call>", "</tool_call>", before="\n", after="\n", between="\n", tags=FUNCTION_TAGS
@@ -212,6 +213,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["xlam"]
     if "可用工具" in template and "<arg_key>" not in template:
         return FORMATS["glm4"]
+    if "<|tool_call:begin|>" in template:
+        return FORMATS["solar_open"]
     if "<seed:tool_call>" in template:
         return FORMATS["seed_oss"]
     if "<minimax:tool_call>" in template:

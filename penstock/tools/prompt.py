@@ -30,6 +30,8 @@ def with_thought(message: Message, template: str) -> Message:
         if message.get("tool_calls") and message["content"]:  # gpt-oss takes one of them only
             message["thinking"] = f"{thought}\n\n{message['content']}"
             message["content"] = ""
+    elif thought and "reasoning_content" not in template and "message.reasoning" in template:
+        message["reasoning"] = message.pop("reasoning_content")
     return message
 
 
@@ -123,11 +125,12 @@ def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message
 def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     """Calls as the model itself would write them."""
     if (marks := form.marks) is not None:
-        each = (
-            f"{marks.before_name}{call['function']['name']}{f':{number}' if marks.numbered else ''}{marks.after_name}"
-            f"{call['function']['arguments']}{marks.after_arguments}"
-            for number, call in enumerate(calls)
-        )
+        each = []
+        for number, call in enumerate(calls):
+            id = f"{_made_up_id(number)}{marks.id_end}" if marks.id_end else ""
+            name = f"{call['function']['name']}{f':{number}' if marks.numbered else ''}"
+            head = f"{marks.before_name}{id}{name}{marks.after_name}"
+            each.append(f"{head}{call['function']['arguments']}{marks.after_arguments}")
         return f"{form.opener}{form.between.join(each)}{form.closer}"
     if form.syntax == "python" and not form.bare and (python := _in_python(calls)) is not None:
         begin, end = "[]" if form.listed else ("", "")
@@ -145,6 +148,11 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     if form.bare:
         return form.between.join(bodies)
     return form.between.join(f"{form.opener}{form.before}{body}{form.after}{form.closer}" for body in bodies)
+
+
+def _made_up_id(number: int) -> str:
+    """Ten letters and digits, as models that number their calls themselves write them."""
+    return f"call{number:06}"
 
 
 def _in_python(calls: Sequence[Mapping[str, Any]]) -> list[str] | None:

@@ -229,6 +229,8 @@ class Toolbox:
         if (marks := self.form.marks) is not None:
             number = "/:[0-9]{1,3}/" if marks.numbered else ""
             before, after = self._spelled(marks.before_name), self._spelled(marks.after_name)
+            if marks.id_end:
+                before = f"{before} /[a-z0-9]{{10}}/ {self._spelled(marks.id_end)}"
             name = f"{before} {literal(tool.name)} {number} {after}"
             return f"{name} {arguments} {self._spelled(marks.after_arguments)}"
         if self._states_types and (tags := self.form.tags) is not None:

@@ -26,7 +26,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = (Tool("get_weather", parameters=SCHEMA), Tool("now"), Tool("db.find"), Tool("function"))
 NEW: tuple[FormatName, ...] = (
-    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "solar_open", "qwen3_coder", "seed_oss", "minimax_m2",
 )  # fmt: skip
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -67,6 +67,10 @@ KIMI = (
     'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": '
     '"Oslo <|tool_call_end|>"}<|tool_call_end|><|tool_call_begin|>functions.db.find:12<|tool_call_argument_begin|>{}'
     "<|tool_call_end|><|tool_calls_section_end|>"
+)
+SOLAR = (
+    'I look.<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": '
+    '"<|calls|>"}<|tool_call:end|><|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>'
 )
 QWEN = """So.
 <tool_call>
@@ -156,6 +160,8 @@ CASES: list[tuple[FormatName, str, str, Calls]] = [
      [("get_weather", {"city": "\n7</｜DSML｜parameter> is no end\n", "days": 3, "tags": ["<｜DSML｜", "é"],
                        "note": "null", "other": "3"}), ("now", {})]),
     ("qwen3_coder", '<tool_call><function=now>\n{"a": "x"}\n</function>\n</tool_call>', "", [("now", {"a": "x"})]),
+    ("solar_open", SOLAR, "I look.", [("get_weather", {"city": "<|calls|>"}), ("now", {})]),
+    ("solar_open", SOLAR.removesuffix("<|calls|>"), "I look.", [("get_weather", {"city": "<|calls|>"}), ("now", {})]),
     ("kimi_k2", KIMI, "I look.", [("get_weather", {"city": "Oslo <|tool_call_end|>"}), ("db.find", {})]),
     ("qwen3_coder", QWEN, "So.",
      [("get_weather", {"city": "7\n\n</parameter> <function=now> </tool_call>", "days": 3, "exact": True,
@@ -180,6 +186,7 @@ TEXTS: list[tuple[FormatName, str]] = [
     ("deepseek_v32", "The mark ｜DSML｜ and <｜DSML｜ alone"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>call_17<|tool_call_argument_begin|>{}"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"),
+    ("solar_open", "<|tool_calls|><|tool_call:begin|>a<|tool_call:name|>other<|tool_call:args|>{}<|tool_call:end|>"),
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("qwen3_coder", "<function=get_weather>\nand <parameter=city>\nPar</parameter></function>"),
@@ -230,6 +237,7 @@ def test_only_what_a_grammar_holds_is_a_call_where_there_is_one(name: FormatName
     bare = {
         "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
         "deepseek_v32": '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
+        "solar_open": "<|tool_call:begin|>a<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
         "minimax_m2": '<invoke name="now"></invoke>',
     }.get(name, "<function=now></function>" if form.tags else "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}")
     assert read(parse(name, bare)) == [("now", {})]
@@ -291,6 +299,7 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("'<｜DSML｜function_calls>'").name == "deepseek_v32"
     assert detect("<|tool_calls_section_begin|><|tool_call_begin|>").name == "kimi_k2"
     assert detect("'<|im_system|>tool_declare<|im_middle|>'").name == "kimi_k2"
+    assert detect("'<|tool_calls|>' '<|tool_call:begin|>'").name == "solar_open"
     assert detect("<tool_call>\n<function=example>\n<parameter=a>").name == "qwen3_coder"
     assert detect("<seed:tool_call>\n<function=example>\n<parameter=a>").name == "seed_oss"
     assert detect('<minimax:tool_call> <invoke name="x">').name == "minimax_m2"

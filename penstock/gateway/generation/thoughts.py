@@ -52,7 +52,7 @@ BUDGETS = (
 _FOR_TEMPLATES = (("reasoning", "summary"), ("reasoning", "generate_summary"), ("thinking", "clear_thinking"))
 """Fields that only some templates have a variable for."""
 PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *BUDGETS)
-_MESSAGE_FIELDS = ("reasoning_content", ".thinking", "'thinking'")
+_MESSAGE_FIELDS = ("reasoning_content", "message.reasoning", ".thinking", "'thinking'")
 """How chat templates name the thought of a message."""
 _BEGIN_SPACES = ("", "\n", "\n\n", " ")
 """White space that models put before the beginning of a thought."""
@@ -246,7 +246,7 @@ def with_thought(params: SamplingParams, plan: Plan, found: ThoughtReading) -> S
     return replace(
         params,
         thought=Thought(
-            end=tuple(dict.fromkeys(ids for mark in style.end for ids in _spellings(text, mark))),
+            end=tuple(dict.fromkeys(ids for mark in style.end for ids in _spellings(text, mark + style.header))),
             begin=() if found.state == "thinking" else tuple(begins),
             close=_ids(text, f"{style.before_end}{end}{style.after_end}{style.answer_begin}"),
             budget=plan.budget,

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek, Kimi K2, Qwen3-Coder, LFM2 and Hunyuan through the API: control tokens, histories, forced calls."""
+"""Calls of DeepSeek, Kimi K2, Qwen3-Coder, LFM2 and others through the API: control tokens, histories, forced calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.grammar.guidance import GuidanceCompiler
-from penstock.text import TextModel
+from penstock.text import TextModel, load_text
 from penstock.text.vocabulary import vocabulary
 from tests.gateway.conftest import Serving
 from tests.gateway.generation.test_tool_choice import CLOCK, WEATHER, streamed
@@ -234,3 +234,53 @@ async def test_hunyuan_unwraps_answers_however_it_thinks(serving: Serving, tmp_p
             assert (message.get("reasoning_content") or None, message["content"]) == (thought, "Yes </b>.")
             content, _, finish = streamed((await gateway.chat(stream=True, **told)).text)
             assert (content, finish) == ("Yes </b>.", "stop")
+
+
+SOLAR_MARKS = ("begin", "content", "end", "think", "tool_calls", "calls", "flush")
+SOLAR_MARKS += tuple(f"tool_call:{name}" for name in ("begin", "name", "args", "end"))
+SOLAR = (
+    "{% if tools %}<|begin|>system<|content|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"
+    "<|begin|>{{ m.role }}{% set message = m %}{% if message.reasoning %}<|think|>{{ message.reasoning }}<|end|>"
+    "<|begin|>assistant{% endif %}{% if m.tool_calls %}<|tool_calls|>{% for c in m.tool_calls %}<|tool_call:begin|>"
+    "{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>{{ c.function.arguments | tojson }}"
+    "<|tool_call:end|>{% endfor %}<|calls|>{% else %}<|content|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
+
+
+async def test_solar_open_thinks_answers_and_calls_in_messages_of_their_own(serving: Serving, tmp_path: Path) -> None:
+    marks = [f"<|{name}|>" for name in SOLAR_MARKS]
+    model(tmp_path, *marks, special=True, template=SOLAR)
+    for file, ends in (("config.json", {"eos_token_id": None}), ("tokenizer_config.json", {"eos_token": "<|flush|>"})):
+        (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | ends))
+    text = load_text(tmp_path)
+    end, stop = text.token_id("<|end|>"), text.token_id("<|calls|>")
+    assert end not in text.eos_token_ids and {stop, text.token_id("<|flush|>")} <= set(text.eos_token_ids)
+    thought = "<|think|>Hm.<|end|><|begin|>assistant"
+    calls = "".join(
+        f"<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
+        for name, arguments in (("get_weather", '{"city": "7"}'), ("clock", "{}"))
+    )
+    for said, content, names in (
+        (f"{thought}<|content|>assistant<|end|>", "assistant", []),
+        (f"{thought}<|tool_calls|>{calls}<|calls|>", None, ["get_weather", "clock"]),
+    ):
+        async with serving(scripted(text, said), text=text) as gateway:
+            message = (await gateway.chat(tools=[WEATHER, CLOCK])).json()["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("Hm.", content)
+            assert [call["function"]["name"] for call in message.get("tool_calls") or []] == names
+            said_again, again, _ = streamed((await gateway.chat(tools=[WEATHER, CLOCK], stream=True)).text)
+            assert said_again == (content or "") and [call["name"] for call in again] == names
+            history = [{"role": "user", "content": "Hi"}, message | {"role": "assistant"}]
+            history += [
+                {"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in message.get("tool_calls") or []
+            ]
+            assert (await gateway.chat(messages=history, tools=[WEATHER, CLOCK])).status_code == 200
+            prompt = text.decode(gateway.engine.seen[-1].prompt, skip_special=False)
+            assert "<|begin|>assistant<|think|>Hm.<|end|><|begin|>assistant<|" in prompt
+            forced = await gateway.chat(tools=[WEATHER, CLOCK], tool_choice="required")
+            assert forced.status_code == 200
+            grammar = gateway.engine.seen[-1].params.grammar
+            compiler = GuidanceCompiler(vocabulary(text), text.vocab_size)
+            assert _takes(compiler, text, grammar, f"<|tool_calls|>{calls}")
+            assert not _takes(compiler, text, grammar, f"<|tool_calls|>{calls.replace('clock', 'cook')}")
