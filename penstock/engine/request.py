@@ -157,6 +157,9 @@ class Request:
     patient: bool = True
     """False: without a token yet, it does not wait for an engine that is away, because another can answer; for routers
     too."""
+    patience_s: float | None = None
+    """Seconds that it may wait for an engine that is away before its first token, where that is less than others wait;
+    for routers too."""
     resumable_by: str = ""
     """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None

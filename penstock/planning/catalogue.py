@@ -195,11 +195,13 @@ THIS_MACHINE = "this-machine"
 
 def this_machine() -> Device:
     """The CPU of this machine: its cores and memory, with the bandwidth and speed per core of the catalogue's nearest
-    CPU of the same architecture. It has no price."""
+    CPU of the same architecture, and with matrix tiles if it has them. It has no price."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     arch = "x86" if platform.machine().lower() in ("x86_64", "amd64") else "arm"
     cpus = [entry for entry in devices() if entry.kind == "cpu" and entry.arch == arch]
+    if arch == "x86":
+        cpus = [entry for entry in cpus if ("bf16" in entry.flops) == _has_matrix_tiles()]
     like = min(cpus, key=lambda entry: abs(entry.cores - cores))
     share = cores / like.cores
     return replace(
@@ -214,6 +216,14 @@ def this_machine() -> Device:
         prices=Prices(),
         source=f"cores and memory of this machine, speed per core of {like.name}",
     )
+
+
+def _has_matrix_tiles() -> bool:
+    """Whether this x86 CPU has AMX, as far as the system says."""
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
 
 
 def _device(name: str, record: Record) -> Device:

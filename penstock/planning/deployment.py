@@ -180,11 +180,13 @@ class Deployment:
 
     @property
     def kv_format(self) -> str:
-        """The cache's number format: that of activations unless said otherwise, or int8 on CPUs whose matrix tiles
-        multiply it as it is (`CpuBackend`)."""
+        """The cache's number format: that of activations unless said otherwise, or int8 on x86 CPUs: on those with
+        matrix tiles where these multiply it as it is, on others always (`CpuBackend`)."""
         if self.kv_dtype != "auto":
             return self.kv_dtype
         shape, tiles = self.shape, self.device.arch == "x86" and "bf16" in self.device.flops
+        if self.device.arch == "x86" and not tiles:
+            return "int8" if shape.mla is None and self.activation_dtype == "fp32" else self.activation_dtype
         grouped = shape.mla is None and shape.head_dim % 64 == 0 and shape.heads <= 8 * shape.kv_heads
         return "int8" if tiles and grouped and self.block_size % 16 == 0 else self.activation_dtype
 

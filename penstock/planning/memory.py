@@ -414,7 +414,8 @@ def activation_bytes(deployment: Deployment) -> int:
 
 def gathered_bytes(deployment: Deployment) -> int:
     """What long prompts take beside that: keys and values in 16 bits, copied from the cache's blocks for a kernel that
-    reads them in one piece. The engine leaves it free whatever its contexts."""
+    reads them in one piece. The engine leaves it free whatever its contexts; twice where quantized ones are, since
+    captured steps have memory of their own."""
     shape = deployment.shape
     gathers = (
         deployment.device.arch == "hopper"
@@ -424,7 +425,8 @@ def gathered_bytes(deployment: Deployment) -> int:
         and shape.head_dim == _GATHERED_DIM
         and shape.heads <= _GATHERED_GROUP * shape.kv_heads
     )
-    return GATHERED_BYTES if gathers else 0
+    quantized = deployment.kv_format in ("fp8", "int8")
+    return GATHERED_BYTES * (1 + quantized) if gathers else 0
 
 
 def _span(deployment: Deployment, stage: int) -> Span:

@@ -4,7 +4,7 @@ Each request is a `Flight`. When its replica dies, drains, stalls or fails the r
 the tokens already delivered, and the client only sees a pause. Failing over from a replica that is gone, draining or
 stuck costs no budget; retrying a request that a live replica refused or failed does (`RetryBudget`). A request under
 which `attempts` replicas failed is given up, because it may be what kills them. When no replica can take a request, it
-is parked for up to `park_s`, or `resume_s` once tokens were delivered.
+is parked for up to `park_s` (or what its client allows, if that is less), or `resume_s` once tokens were delivered.
 
 With a single replica, its requests wait until it has been restarted and then continue there. Replica choice, metering
 and breakers have no purpose in that case and are skipped.
@@ -443,10 +443,19 @@ class Dispatcher:
             else:
                 del self._parked[flight.id]
                 return
+        now = self._clock()
         patience = self._resilience.resume_s if flight.begun else self._resilience.park_s
-        if self._clock() - flight.parked_at <= patience:
+        if (
+            not flight.begun
+            and flight.request.patience_s is not None
+            and now > flight.began_at + flight.request.patience_s
+        ):
+            refusal = EngineUnavailable(
+                "No replica of this model is up, and this request waits no longer; try again.", reason="queue_timeout"
+            )
+        elif now - flight.parked_at <= patience:
             return
-        if flight.losses:
+        elif flight.losses:
             refusal = EngineLost(
                 f"The engine stopped while running this request and did not restart within {patience:g} s; try again."
             )

@@ -54,6 +54,18 @@ def test_this_machine_has_its_own_cores_and_memory_and_no_price() -> None:
     assert here.prices.on_demand is None and load_catalogue().device("this-machine") == here
 
 
+@pytest.mark.parametrize(
+    ("flags", "speed"), [("avx512f amx_int8 amx_bf16", "cpu-2-amx"), ("avx2 avx512_vnni", "cpu-2-avx512")]
+)
+def test_this_machine_is_as_fast_as_one_that_has_matrix_tiles_or_none_as_well(
+    flags: str, speed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"flags\t: {flags}")
+    assert dict(this_machine().flops) == dict(device(speed).flops)
+
+
 def test_api_prices_carry_source_and_date_and_name_models_that_are_known() -> None:
     prices = {price.name: price for price in api_prices()}
     assert len(prices) > 10

@@ -163,6 +163,8 @@ def test_experts_are_held_as_other_matrices() -> None:
         ("cpu-16", {}, {"block_size": 30}, "bf16"),
         ("cpu-64", {}, {}, "bf16"),
         ("cpu-2", {}, {}, "fp32"),
+        ("cpu-2-avx512", {"head_dim": 65, "heads": 36}, {"block_size": 15}, "int8"),
+        ("cpu-2-avx512", {"mla": MLA}, {}, "fp32"),
         ("h100", {}, {}, "bf16"),
     ],
 )

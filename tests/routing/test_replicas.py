@@ -353,6 +353,24 @@ async def test_a_single_replica_that_does_not_come_back_in_time_is_an_error() ->
         assert it.replicas.in_flight == 0
 
 
+async def test_a_request_waits_no_longer_for_its_first_token_than_its_client_allows() -> None:
+    async with world(1, resilience=Resilience(park_s=5.0)) as it:
+        it.engines[0].step = lambda: None  # type: ignore[method-assign]
+        asked = asyncio.create_task(read(it.replicas, request("r", patience_s=0.5)))
+        other = asyncio.create_task(read(it.replicas, request("s")))
+        await eventually(lambda: len(it.engines[0].running) == 2)
+        it.now += 0.3
+        it.crash(0)
+        await eventually(lambda: it.replicas.dispatcher.parked == 2)
+        it.now += 0.3
+        with pytest.raises(EngineUnavailable, match="this request waits no longer") as refused:
+            await asked
+        assert refused.value.reason == "queue_timeout" and not other.done()
+        it.now += 5.0
+        with pytest.raises(EngineLost, match="did not restart within 5 s"):
+            await other
+
+
 async def test_a_request_that_others_can_answer_does_not_wait_before_its_first_token() -> None:
     async with world(1) as it:
         it.engines[0].step = lambda: None  # type: ignore[method-assign]

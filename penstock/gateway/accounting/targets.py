@@ -19,10 +19,16 @@ def gap_target(exchange: Exchange) -> float | None:
     return _seconds(exchange, "x-slo-tpot-ms")
 
 
-def time_left(exchange: Exchange) -> float:
-    """Seconds that a request may still wait: what is left of its `x-slo-ttft-ms` since it arrived, or any number."""
+def patience(exchange: Exchange) -> float | None:
+    """Seconds that a request may still wait: what is left of its `x-slo-ttft-ms` since it arrived; None: any number."""
     target = ttft_target(exchange)
-    return math.inf if target is None else max(target - exchange.elapsed_s, 0.0)
+    return None if target is None else max(target - exchange.elapsed_s, 0.0)
+
+
+def time_left(exchange: Exchange) -> float:
+    """The same as a number in any case."""
+    left = patience(exchange)
+    return math.inf if left is None else left
 
 
 def check_targets(exchange: Exchange, *, followed: bool = True) -> None:

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from penstock.engine.backends.backend import Backend
-from penstock.engine.backends.cuda import long_prompts, trials
+from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.long_prompts import (
     CAPTURED_CONTEXT,
     LONG_CHUNK,
-    LONG_CONTEXT,
     Gathering,
     gathered_bytes,
-    is_long,
     room_for_gathered,
 )
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
@@ -71,48 +69,29 @@ def test_which_layers_have_their_keys_gathered(tmp_path: Path) -> None:
     assert taken(window=64, context=65) == 0
 
 
-def test_only_long_chunks_over_long_contexts_are_long() -> None:
-    for start, length, want in (
-        (LONG_CONTEXT - LONG_CHUNK, LONG_CHUNK, True),
-        (LONG_CONTEXT - LONG_CHUNK - 1, LONG_CHUNK, False),
-        (LONG_CONTEXT, LONG_CHUNK - 1, False),
-        (0, LONG_CONTEXT, True),
-    ):
-        assert is_long(chunks((start, length))[0]) == want
-
-
-def test_long_prompts_over_a_quantized_cache_are_not_captured(tmp_path: Path) -> None:
-    gathering = Gathering(*one_layer(tmp_path / "q", torch.float8_e4m3fn))
-    assert gathering.most_places(chunks((0, 1000), (LONG_CONTEXT, 100))) == math.inf
-    assert gathering.most_places(chunks((0, 100), (LONG_CONTEXT, LONG_CHUNK))) == 0
-    assert gathering.total_context(1024, 8) is None
-    narrow = Gathering(*one_layer(tmp_path / "n", torch.bfloat16))
-    assert narrow.most_places(chunks((LONG_CONTEXT, LONG_CHUNK))) == math.inf, "such chunks are read as they are"
-
-
-def test_on_trial_captured_steps_have_room_for_gathered_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_have_room_for_keys_gathered_from_a_quantized_cache(tmp_path: Path) -> None:
     decoder, kv = one_layer(tmp_path / "q", torch.float8_e4m3fn)
-    assert room_for_gathered(decoder, kv) == 4096
-    monkeypatch.setattr(long_prompts, "CAPTURES", True)
     gathering = Gathering(decoder, kv)
     for start, want in ((CAPTURED_CONTEXT - 1000, math.inf), (CAPTURED_CONTEXT - 999, LONG_CHUNK - 1)):
         assert gathering.most_places(chunks((0, 400), (start, 600))) == want
     assert gathering.total_context(LONG_CHUNK, 8) == CAPTURED_CONTEXT + LONG_CHUNK + 8
     assert gathering.total_context(LONG_CHUNK - 1, 8) is None, "the portable kernel attends there"
     assert room_for_gathered(decoder, kv) == 8192, "captured steps have memory of their own"
-    narrow = Gathering(*one_layer(tmp_path / "n", torch.bfloat16))
+    decoder, kv = one_layer(tmp_path / "n", torch.bfloat16)
+    narrow = Gathering(decoder, kv)
     assert narrow.total_context(1024, 8) is None and narrow.most_places(chunks((90_000, 1000))) == math.inf
+    assert room_for_gathered(decoder, kv) == 4096, "such chunks are read as they are where steps are captured"
 
 
 def test_a_trial_is_on_or_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert not trials.is_on(trials.CAPTURE_GATHERED) and not caplog.messages
+    assert not trials.is_on(trials.LORA_IN_GATE) and not caplog.messages
     for value, want in (("1", True), ("0", False)):
-        monkeypatch.setenv(trials.CAPTURE_GATHERED, value)
-        assert trials.is_on(trials.CAPTURE_GATHERED) == want
-    assert caplog.messages == ["PENSTOCK_CAPTURE_GATHERED is on: a variant that no device has been timed with"]
-    monkeypatch.setenv(trials.CAPTURE_GATHERED, "yes")
-    with pytest.raises(ConfigError, match="PENSTOCK_CAPTURE_GATHERED: 'yes' must be 1"):
-        trials.is_on(trials.CAPTURE_GATHERED)
+        monkeypatch.setenv(trials.LORA_IN_GATE, value)
+        assert trials.is_on(trials.LORA_IN_GATE) == want
+    assert caplog.messages == ["PENSTOCK_LORA_IN_GATE is on: a variant that no device has been timed with"]
+    monkeypatch.setenv(trials.LORA_IN_GATE, "yes")
+    with pytest.raises(ConfigError, match="PENSTOCK_LORA_IN_GATE: 'yes' must be 1"):
+        trials.is_on(trials.LORA_IN_GATE)
 
 
 def test_how_often_keys_are_read_is_counted_by_prompt() -> None:

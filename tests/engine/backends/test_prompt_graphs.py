@@ -133,15 +133,13 @@ def _states(kv: KVCache) -> list[torch.Tensor]:
     return [getattr(part, name) for part in caches for name in ("conv", "state") if hasattr(part, name)]
 
 
-def test_long_prompts_whose_keys_are_gathered_have_no_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_with_too_many_keys_to_gather_have_no_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_prompts, "LONG_CHUNK", 40)
-    monkeypatch.setattr(long_prompts, "LONG_CONTEXT", 100)
     path = write_checkpoint("llama-gqa", tmp_path)
     prompts = [[(at + length) % 199 for at in range(length)] for length in (130, 260)]
     monkeypatch.setattr(long_prompts, "CAPTURED_CONTEXT", 200)
     # Chunks of 96 and 34 tokens, and of 96, 96 and 68; captured with room for 200 gathered keys, all but the last.
-    for gathers, captures, shapes in ((False, False, 5), (True, False, 3), (True, True, 4)):
-        monkeypatch.setattr(long_prompts, "CAPTURES", captures)
+    for gathers, shapes in ((False, 5), (True, 4)):
         engine = _engine(path, token_budget=96)
         padded = PaddedExecutor(engine)
         padded.graphs._gathering._gathers = gathers

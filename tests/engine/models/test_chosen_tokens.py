@@ -208,6 +208,13 @@ def test_what_cannot_be_run_is_refused(changes: dict[str, Any], message: str) ->
         read_config({**CONFIG, **changes})
 
 
+def test_layers_may_have_the_name_that_older_checkpoints_give_them() -> None:
+    kinds = ["deepseek_sparse_attention"] * 3
+    assert read_config({**CONFIG, "layer_types": kinds}) == read_config(CONFIG)
+    with pytest.raises(CheckpointError, match="layer_types"):
+        read_config({**CONFIG, "layer_types": ["indexed_attention", *kinds[1:]]})
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [

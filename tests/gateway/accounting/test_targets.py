@@ -29,6 +29,18 @@ async def test_the_gap_target_of_a_request_reaches_the_engine(serving: Serving, 
         assert engine.seen[-1].target_gap_s is None
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_left_of_the_first_tokens_target_goes_with_the_request(
+    serving: Serving, text: TextModel, path: str
+) -> None:
+    engine = ScriptedEngine(text)
+    async with serving(engine) as running:
+        for headers in ({"x-slo-ttft-ms": "900000"}, {}):
+            assert (await running.client.post(path, json=PATHS[path], headers=headers)).status_code == 200
+        first, second = (request.patience_s for request in engine.seen)
+        assert first is not None and 0 < first < 900 and second is None
+
+
 @pytest.mark.parametrize("sent", ["soon", "0", "-5", "inf", "nan", ""])
 async def test_what_is_no_target_is_refused(serving: Serving, text: TextModel, sent: str) -> None:
     engine = ScriptedEngine(text)

@@ -100,10 +100,8 @@ inline void sincosf_(float v, float* s, float* c) { *s = sinf(v), *c = cosf(v); 
 // ---- warps and blocks ----------------------------------------------------------------------------------------------
 
 inline void __syncthreads() {
-    ::emulation::block_barrier(0, blockDim.x * blockDim.y * blockDim.z, true);
+    ::emulation::block_barrier(blockDim.x * blockDim.y * blockDim.z);
 }
-inline void named_barrier_sync(uint32_t id, uint32_t threads) { ::emulation::block_barrier(id, threads, true); }
-inline void named_barrier_arrive(uint32_t id, uint32_t threads) { ::emulation::block_barrier(id, threads, false); }
 inline void __syncwarp(uint32_t mask = ~0u) {
     ::emulation::collective(::emulation::Collective::sync, mask, 0, 0, "__syncwarp");
 }
@@ -209,9 +207,6 @@ inline T load_relaxed(const T* pointer) {
 }
 template <class T>
 inline T load_acquire(const T* pointer) { return load_relaxed(pointer); }
-template <class T>
-inline void store_release(T* pointer, Plain<T> value) { atomic_change(pointer, [=](T) { return value; }); }
-inline void add_release(uint32_t* pointer, uint32_t value) { atomicAdd(pointer, value); }
 inline uint32_t fetch_add_acq_rel(uint32_t* pointer, uint32_t value) { return atomicAdd(pointer, value); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
@@ -220,47 +215,10 @@ inline void __trap() { ::emulation::fail("__trap()"); }
 inline void launch_dependents() {}
 inline void wait_dependencies() {}
 
-// ---- mbarriers and asynchronous copies -----------------------------------------------------------------------------
+// ---- asynchronous copies -----------------------------------------------------------------------------------------
 
-inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-    ::emulation::check_shared(barrier, 8, "mbarrier_init");
-    if (arrivals == 0) ::emulation::fail("mbarrier_init: no arrivals");
-    ::emulation::self().block->mbarriers[barrier] = {arrivals, arrivals};
-}
-inline void fence_mbarrier_init() {}
-inline void mbarrier_arrive(uint64_t* barrier) {
-    ::emulation::mbarrier_arrival(::emulation::mbarrier(barrier, "mbarrier_arrive"), 1, 0);
-}
-inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-    ::emulation::mbarrier_arrival(::emulation::mbarrier(barrier, "mbarrier_arrive_expect"), 1, bytes);
-}
-inline void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
-    ::emulation::mbarrier_arrival(::emulation::mbarrier(barrier, "mbarrier_expect"), 0, bytes);
-}
-inline bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
-    ::emulation::Fiber& fiber = ::emulation::self();
-    fiber.waits = "mbarrier";
-    fiber.on = barrier;
-    ::emulation::give_way();
-    fiber.waits = "";
-    return ::emulation::mbarrier(barrier, "mbarrier_try_wait").phase != (parity & 1);
-}
-inline void fence_async_shared() {}
-inline void fence_async_global() {}
-inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-    ::emulation::mbarrier(barrier, "bulk_load");
-    if (bytes == 0) ::emulation::fail("bulk_load: no bytes");
-    const ::emulation::Copy copy{shared, global, bytes, barrier, ::emulation::self().block};
-    ::emulation::start_copy(copy, "bulk_load");
-    ::emulation::grid->copies.push_back(copy);
-}
-inline void bulk_load_once(void* s, const void* g, uint32_t bytes, uint64_t* barrier) { bulk_load(s, g, bytes, barrier); }
-inline void bulk_load_keep(void* s, const void* g, uint32_t bytes, uint64_t* barrier) { bulk_load(s, g, bytes, barrier); }
-inline void bulk_prefetch(const void* global, uint32_t bytes) {
-    if ((reinterpret_cast<uintptr_t>(global) | bytes) & 15) ::emulation::fail("bulk_prefetch: address and size must be multiples of 16");
-}
 inline void cp_async_16(void* shared, const void* global) {
-    const ::emulation::Copy copy{shared, global, 16, nullptr, ::emulation::self().block};
+    const ::emulation::Copy copy{shared, global, 16};
     ::emulation::start_copy(copy, "cp_async_16");
     ::emulation::self().groups.back().push_back(copy);
 }
@@ -277,50 +235,26 @@ inline void cp_async_wait() {
 // ---- 16-bit and 8-bit floating point -------------------------------------------------------------------------------
 
 inline uint16_t float_to_bf16(float v) { return static_cast<uint16_t>(minifloat::bf16.encode(v)); }
-inline uint16_t float_to_f16(float v) { return static_cast<uint16_t>(minifloat::f16.encode(v)); }
 inline float f16_to_float(uint16_t bits) { return static_cast<float>(minifloat::f16.decode(bits)); }
 inline uint32_t pack_halves(uint32_t low, uint32_t high) { return low | high << 16; }
-inline uint32_t float2_to_bf16x2(float low, float high) { return pack_halves(float_to_bf16(low), float_to_bf16(high)); }
-inline uint32_t float2_to_f16x2(float low, float high) { return pack_halves(float_to_f16(low), float_to_f16(high)); }
+inline uint32_t float2_to_f16x2(float low, float high) {
+    return pack_halves(minifloat::f16.encode(low), minifloat::f16.encode(high));
+}
 inline uint32_t e4m3x2_to_f16x2(uint16_t packed) {
     return pack_halves(minifloat::f16.encode(minifloat::e4m3.decode(packed & 0xff)),
                        minifloat::f16.encode(minifloat::e4m3.decode(packed >> 8)));
 }
-inline uint16_t float2_to_e4m3x2(float low, float high) {
-    return static_cast<uint16_t>(minifloat::e4m3.encode(low) | minifloat::e4m3.encode(high) << 8);
-}
-template <class F>
-inline uint32_t each_half(const minifloat::Format& format, uint32_t a, uint32_t b, uint32_t c, F apply) {
-    uint32_t result = 0;
-    for (int shift = 0; shift < 32; shift += 16)
-        result |= format.encode(apply(format.decode(a >> shift & 0xffff), format.decode(b >> shift & 0xffff),
-                                      format.decode(c >> shift & 0xffff)))
-                  << shift;
-    return result;
-}
-#define PENSTOCK_PACKED(type)                                                                                        \
-    inline uint32_t add_##type##x2(uint32_t a, uint32_t b) {                                                         \
-        return each_half(minifloat::type, a, b, 0, [](double x, double y, double) { return x + y; });                \
-    }                                                                                                                \
-    inline uint32_t mul_##type##x2(uint32_t a, uint32_t b) {                                                         \
-        return each_half(minifloat::type, a, b, 0, [](double x, double y, double) { return x * y; });                \
-    }                                                                                                                \
-    inline uint32_t fma_##type##x2(uint32_t a, uint32_t b, uint32_t c) {                                             \
-        return each_half(minifloat::type, a, b, c, [](double x, double y, double z) { return x * y + z; });          \
-    }
-PENSTOCK_PACKED(f16)
-PENSTOCK_PACKED(bf16)
 
 // ---- tensor cores --------------------------------------------------------------------------------------------------
 
 // Lane 4·g + t holds rows g and g + 8 of a at columns 2t, 2t + 1 (and + 8), column g of b, and the same rows of d.
-inline void mma(const minifloat::Format& format, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     auto& held = ::emulation::self().warp->fragments;
     const uint32_t lane = lane_id(), g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) held[lane][i] = a[i];
     for (int i = 0; i < 2; i++) held[lane][4 + i] = b[i];
     __syncwarp();
-    const auto half = [&](uint32_t packed, uint32_t k) { return static_cast<float>(format.decode(k & 1 ? packed >> 16 : packed & 0xffff)); };
+    const auto half = [&](uint32_t packed, uint32_t k) { return static_cast<float>(minifloat::f16.decode(k & 1 ? packed >> 16 : packed & 0xffff)); };
     for (int i = 0; i < 4; i++) {
         const uint32_t column = 2 * t + (i & 1);
         for (uint32_t k = 0; k < 16; k++) {
@@ -330,5 +264,3 @@ inline void mma(const minifloat::Format& format, float (&d)[4], const uint32_t (
     }
     __syncwarp();
 }
-inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma(minifloat::bf16, d, a, b); }
-inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma(minifloat::f16, d, a, b); }

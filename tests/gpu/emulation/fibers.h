@@ -37,7 +37,6 @@ constexpr size_t kSharedLimit = 227 * 1024;
 constexpr uint32_t kWave = 1024;       // threads of the blocks that run together, unless all do
 constexpr uint32_t kResident = 16384;  // threads for which there is memory
 constexpr int kIdleRounds = 2000;     // rounds in which nothing happens before it is called a deadlock
-constexpr int64_t kMaxBytes = (1 << 20) - 1;  // that an mbarrier can await in one phase
 
 enum class Collective : uint8_t { none, sync, shuffle, ballot };
 
@@ -54,14 +53,8 @@ struct Warp {
     uint32_t fragments[kWarp][6];
 };
 
-struct Mbarrier {
-    uint32_t arrivals, pending;
-    int64_t bytes = 0;
-    uint32_t phase = 0;
-};
-
 struct BlockBarrier {
-    uint32_t arrived = 0, round = 0, threads = 0;
+    uint32_t arrived = 0, round = 0;
 };
 
 struct Block {
@@ -69,23 +62,19 @@ struct Block {
     uint32_t number;
     unsigned char *mapped = nullptr, *shared = nullptr;
     std::vector<Warp> warps;
-    BlockBarrier barriers[16];
-    std::map<const void*, Mbarrier> mbarriers;
+    BlockBarrier barrier;
 };
 
 struct Copy {
     void* to;
     const void* from;
     uint32_t bytes;
-    uint64_t* barrier;
-    Block* block;
 };
 
 struct Fiber {
     jmp_buf at;
     bool started = false, finished = false;
     const char* waits = "";  // for what; empty: it can go on
-    const void* on = nullptr;
     Dim thread;
     uint32_t lane;
     Block* block;
@@ -104,7 +93,6 @@ struct Grid {
     size_t shared_bytes = 0, shared_mapped = 0;
     std::vector<std::unique_ptr<Block>> blocks;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Copy> copies;
     uint64_t random = 1, events = 0;
     void (*enter)(void**) = nullptr;
     void** params = nullptr;
@@ -149,12 +137,11 @@ inline void give_way() {
     if (_setjmp(fiber->at) == 0) _longjmp(grid->scheduler, 1);
 }
 
-// Waits until `ready` says so; `what` and `on` are for the report of a deadlock.
+// Waits until `ready` says so; `what` is for the report of a deadlock.
 template <class Ready>
-void wait_until(const char* what, const void* on, Ready ready) {
+void wait_until(const char* what, Ready ready) {
     Fiber& fiber = self();
     fiber.waits = what;
-    fiber.on = on;
     while (!ready()) give_way();
     fiber.waits = "";
 }
@@ -201,28 +188,24 @@ inline uint64_t collective(Collective kind, uint32_t mask, uint64_t value, uint3
         warp.arrived &= ~mask;
         happened();
     }
-    wait_until(what, nullptr, [&] { return mine.done; });
+    wait_until(what, [&] { return mine.done; });
     return mine.result;
 }
 
-// ---- barriers of a block -------------------------------------------------------------------------------------------
+// ---- __syncthreads -------------------------------------------------------------------------------------------------
 
-inline void block_barrier(uint32_t id, uint32_t threads, bool waits) {
-    if (id > 15) failf("there is no barrier %u of a block", id);
-    BlockBarrier& barrier = self().block->barriers[id];
-    if (barrier.arrived == 0) barrier.threads = threads;
-    if (barrier.threads != threads)
-        failf("barrier %u of the block counts %u threads for some and %u for others", id, barrier.threads, threads);
+inline void block_barrier(uint32_t threads) {
+    BlockBarrier& barrier = self().block->barrier;
     const uint32_t round = barrier.round;
     if (++barrier.arrived == threads) {
         barrier.arrived = 0;
         barrier.round++;
         happened();
     }
-    if (waits) wait_until(id == 0 ? "__syncthreads" : "a named barrier", nullptr, [&] { return barrier.round != round; });
+    wait_until("__syncthreads", [&] { return barrier.round != round; });
 }
 
-// ---- shared memory, mbarriers and copies ---------------------------------------------------------------------------
+// ---- shared memory and copies --------------------------------------------------------------------------------------
 
 inline void check_shared(const void* pointer, size_t bytes, const char* what) {
     const unsigned char* p = static_cast<const unsigned char*>(pointer);
@@ -232,52 +215,14 @@ inline void check_shared(const void* pointer, size_t bytes, const char* what) {
               grid->shared_bytes);
 }
 
-inline Mbarrier& mbarrier(const uint64_t* pointer, const char* what) {
-    check_shared(pointer, 8, what);
-    auto& known = self().block->mbarriers;
-    const auto found = known.find(pointer);
-    if (found == known.end()) failf("%s: there is no mbarrier at offset %td", what, reinterpret_cast<const unsigned char*>(pointer) - self().block->shared);
-    return found->second;
-}
+inline void land(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
 
-inline void settle(Mbarrier& barrier) {
-    if (barrier.pending == 0 && barrier.bytes == 0) {
-        barrier.phase ^= 1;
-        barrier.pending = barrier.arrivals;
-    }
-    happened();
-}
-
-inline void mbarrier_arrival(Mbarrier& barrier, uint32_t arrivals, int64_t bytes) {
-    if (barrier.pending < arrivals) fail("more arrivals at an mbarrier than it was made for");
-    barrier.pending -= arrivals;
-    barrier.bytes += bytes;
-    if (barrier.bytes > kMaxBytes || barrier.bytes < -kMaxBytes) fail("an mbarrier cannot await a mebibyte or more");
-    settle(barrier);
-}
-
-inline void land(const Copy& copy) {
-    memcpy(copy.to, copy.from, copy.bytes);
-    if (!copy.barrier) return;
-    Mbarrier& barrier = copy.block->mbarriers.at(copy.barrier);
-    barrier.bytes -= copy.bytes;
-    settle(barrier);
-}
-
-// A copy lands later, in any order; until then its target is poisoned.
+// A copy lands when its thread waits for it; until then its target is poisoned.
 inline void start_copy(const Copy& copy, const char* what) {
     check_shared(copy.to, copy.bytes, what);
     const uintptr_t mixed = reinterpret_cast<uintptr_t>(copy.to) | reinterpret_cast<uintptr_t>(copy.from);
     if ((mixed | copy.bytes) & 15) failf("%s: addresses and size must be multiples of 16", what);
     memset(copy.to, 0xff, copy.bytes);
-}
-
-inline void land_one() {
-    const uint32_t which = random_below(static_cast<uint32_t>(grid->copies.size()));
-    const Copy copy = grid->copies[which];
-    grid->copies[which] = grid->copies.back();
-    grid->copies.pop_back();
-    land(copy);
 }
 
 // ---- the scheduler -------------------------------------------------------------------------------------------------
@@ -314,8 +259,6 @@ inline void report_deadlock() {
             continue;
         }
         std::string what = *fiber->waits ? fiber->waits : "a value in global memory";
-        if (fiber->on && !strncmp(fiber->waits, "mbarrier", 8))
-            what += " at offset " + std::to_string(static_cast<const unsigned char*>(fiber->on) - fiber->block->shared);
         auto& entry = waiting[what];
         if (entry.first++ == 0) entry.second = place(fiber.get());
     }
@@ -337,18 +280,14 @@ inline void run_fibers() {
         for (Fiber* fiber : order) {
             resume(fiber);
             if (!fiber->finished) order[kept++] = fiber;
-            if (!grid->copies.empty() && random_below(32) == 0) land_one();
         }
         order.resize(kept);
         if (grid->events != before) {
             idle = 0;
-        } else if (!grid->copies.empty()) {
-            land_one();
         } else if (++idle > kIdleRounds) {
             report_deadlock();
         }
     }
-    if (!grid->copies.empty()) fail("the kernel ended before a bulk copy had arrived");
 }
 
 // ---- memory with unmapped pages around it --------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-// y = W x of fp8 weights with a scale per row, then z = y / |y| in bfloat16: one cooperative launch. Every warp streams its
-// rows through a ring of bulk copies of its own; a grid barrier separates the two phases.
+// y = W x of fp8 weights with a scale per row, then z = y / |y| in bfloat16: one cooperative launch. Every lane streams its
+// part of its warp's rows through a ring of its own; a grid barrier separates the two phases.
 #include "device.cuh"
 
 #ifndef STAGES
 #define STAGES 3
 #endif
 #ifndef CHUNK
-#define CHUNK 512  // bytes of a row that are copied at once: 16 of every lane
+#define CHUNK 512  // bytes of a row that a warp copies at once: 16 of every lane
 #endif
 
 struct Shape {
@@ -18,30 +18,25 @@ extern "C" __global__ void __launch_bounds__(128) ring_product(const uint8_t* we
                                                                uint32_t* counter, Shape shape) {
     DYNAMIC_SHARED(smem);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    unsigned char* ring = smem + warp * STAGES * CHUNK;
-    uint64_t* arrived = reinterpret_cast<uint64_t*>(smem + warps * STAGES * CHUNK) + warp * STAGES;
-    if (lane < STAGES) mbarrier_init(arrived + lane, 1);
-    fence_mbarrier_init();
-    __syncwarp();
+    unsigned char* ring = smem + warp * STAGES * CHUNK + lane * 16;
     wait_dependencies();
 
     const int32_t chunks = shape.columns / CHUNK, stride = int32_t(gridDim.x * warps);
     const int32_t first = int32_t(blockIdx.x * warps + warp);
     const int32_t mine = shape.rows > first ? (shape.rows - first + stride - 1) / stride * chunks : 0;
     const auto load = [&](int32_t step) {
-        if (step >= mine || lane != 0) return;
-        const int64_t row = first + int64_t(step / chunks) * stride;
-        uint64_t* barrier = arrived + step % STAGES;
-        mbarrier_arrive_expect(barrier, CHUNK);
-        bulk_load_once(ring + step % STAGES * CHUNK, weights + row * shape.columns + step % chunks * CHUNK, CHUNK, barrier);
+        if (step < mine) {
+            const int64_t row = first + int64_t(step / chunks) * stride;
+            cp_async_16(ring + step % STAGES * CHUNK, weights + row * shape.columns + step % chunks * CHUNK + lane * 16);
+        }
+        cp_async_commit();  // behind the last one too: waits count groups
     };
     for (int32_t step = 0; step < STAGES; step++) load(step);
 
     float sum = 0;
     for (int32_t step = 0; step < mine; step++) {
-        mbarrier_wait(arrived + step % STAGES, step / STAGES & 1);
-        const uint4 packed = reinterpret_cast<const uint4*>(ring + step % STAGES * CHUNK)[lane];
-        __syncwarp();  // all lanes have read it: the slot may be filled again
+        cp_async_wait<STAGES - 1>();
+        const uint4 packed = *reinterpret_cast<const uint4*>(ring + step % STAGES * CHUNK);
         load(step + STAGES);
         const float* at = x + step % chunks * CHUNK + lane * 16;
         const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};

@@ -1,8 +1,8 @@
 """Long prompts: which steps have their keys gathered (`kernels.gathered_prefix`), and the memory that takes.
 
-Only the host knows how long contexts are, so steps whose keys are gathered are launched, not captured. On trial are
-captured ones with room for contexts of `CAPTURED_CONTEXT` tokens in all. Chunks that are short enough to be captured
-gather from quantized caches only: over a 16-bit one they would not be faster.
+Only the host knows how long contexts are. Captured steps have room for contexts of `CAPTURED_CONTEXT` tokens in all;
+with longer ones a step is launched. Chunks that are short enough to be captured gather from quantized caches only: over
+a 16-bit one they would not be faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.interface import HeadLayout
 from penstock.engine.batch import Chunk
 from penstock.engine.kv.cache import KVCache
@@ -21,12 +20,10 @@ from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 
-LONG_CONTEXT = 16384
-"""Tokens that a prompt of at least `LONG_CHUNK` new ones sees: its attention takes longer than launching the step."""
 LONG_CHUNK = 512
+"""Prompt tokens of a step from which keys are gathered; the portable kernel attends in smaller ones."""
 CAPTURED_CONTEXT = 32768
 """Tokens that the prompts of a captured step with gathered keys see at most, together."""
-CAPTURES = trials.is_on(trials.CAPTURE_GATHERED)
 
 
 @runtime_checkable
@@ -45,35 +42,27 @@ def gathered_bytes(decoder: Decoder, kv: KVCache, context: int = 0) -> int:
 
 def room_for_gathered(decoder: Decoder, kv: KVCache) -> int:
     """What is left free for them; captured steps have room of their own."""
-    return gathered_bytes(decoder, kv) * (2 if CAPTURES else 1)
+    captured = max((_bytes_of(mixer, cache, CAPTURED_CONTEXT) for mixer, cache in _quantized(decoder, kv)), default=0)
+    return gathered_bytes(decoder, kv) + captured
 
 
 class Gathering:
     """Which prompt steps can be captured, of a decoder some of whose layers may gather keys."""
 
     def __init__(self, decoder: Decoder, kv: KVCache) -> None:
-        self._gathers = any(
-            cache.k.dtype.itemsize == 1 and _bytes_of(mixer, cache, LONG_CONTEXT) > 0
-            for mixer, cache in _attention(decoder, kv)
-        )
+        self._gathers = any(_bytes_of(mixer, cache, CAPTURED_CONTEXT) > 0 for mixer, cache in _quantized(decoder, kv))
 
     def most_places(self, chunks: Sequence[Chunk]) -> float:
         """Of captured steps, those with so many places for prompt tokens, or fewer, can run these prompts."""
         if not self._gathers:
             return math.inf
-        if CAPTURES:
-            seen = sum(chunk.start + chunk.length for chunk in chunks)
-            return math.inf if seen <= CAPTURED_CONTEXT else LONG_CHUNK - 1
-        return 0 if any(map(is_long, chunks)) else math.inf
+        seen = sum(chunk.start + chunk.length for chunk in chunks)
+        return math.inf if seen <= CAPTURED_CONTEXT else LONG_CHUNK - 1
 
     def total_context(self, places: int, prompts: int) -> int | None:
         """Tokens that the prompts of a step captured with `places` may see in all, padding and unused ones included;
         None: nobody knows."""
-        return CAPTURED_CONTEXT + places + prompts if CAPTURES and self._gathers and places >= LONG_CHUNK else None
-
-
-def is_long(chunk: Chunk) -> bool:
-    return chunk.length >= LONG_CHUNK and chunk.start + chunk.length >= LONG_CONTEXT
+        return CAPTURED_CONTEXT + places + prompts if self._gathers and places >= LONG_CHUNK else None
 
 
 def _attention(decoder: Decoder, kv: KVCache) -> list[tuple[Attention, PagedKVCache]]:
@@ -82,6 +71,10 @@ def _attention(decoder: Decoder, kv: KVCache) -> list[tuple[Attention, PagedKVCa
         for layer, cache in zip(decoder.layers, kv.layers, strict=False)
         if isinstance(layer.mixer, Attention) and isinstance(cache, PagedKVCache)
     ]
+
+
+def _quantized(decoder: Decoder, kv: KVCache) -> list[tuple[Attention, PagedKVCache]]:
+    return [(mixer, cache) for mixer, cache in _attention(decoder, kv) if cache.k.dtype.itemsize == 1]
 
 
 def _bytes_of(mixer: Attention, cache: PagedKVCache, context: int) -> int:

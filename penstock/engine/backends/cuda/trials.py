@@ -14,8 +14,6 @@ from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CAPTURE_GATHERED = "PENSTOCK_CAPTURE_GATHERED"
-"""Captured prompt steps over quantized caches gather keys too, where contexts are short."""
 LORA_IN_GATE = "PENSTOCK_LORA_IN_GATE"
 """In decode steps of many tokens the gate multiplies by B of its adapters, in the same launch."""
 

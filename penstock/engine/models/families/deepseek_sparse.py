@@ -43,6 +43,8 @@ _KEYS = frozenset({
 })  # fmt: skip
 _SHARING = frozenset({"indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"})
 _NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
+_KIND_NAMES = ("indexed_attention", "deepseek_sparse_attention")
+"""What `layer_types` calls these layers now, and what transformers before 5.18 called them."""
 _LIMITS: Mapping[str, Any] = {
     "hidden_act": SILU,
     "moe_layer_freq": (1,),
@@ -123,9 +125,9 @@ def _own_indexers(raw: HFConfig) -> tuple[bool, ...]:
 
 def _fields(raw: HFConfig, interleaved: bool, own: tuple[bool, ...]) -> ConfigFields:
     kinds = raw.get("layer_types")
-    if kinds is not None and kinds != ["indexed_attention"] * layer_count(raw):
+    if kinds is not None and not any(kinds == [name] * layer_count(raw) for name in _KIND_NAMES):
         raise CheckpointError(
-            f"layer_types must be indexed_attention for each of {layer_count(raw)} layers, found {kinds!r:.80}"
+            f"layer_types must be {' or '.join(_KIND_NAMES)} for each of {layer_count(raw)} layers, found {kinds!r:.80}"
         )
     # The reference takes the size of what is rotated, whatever the key says.
     fields = latent_fields({**raw, "head_dim": None}, interleaved=True)
