@@ -248,6 +248,27 @@ def checked_addresses(*modules: Any) -> Iterator[None]:
             module.launch = launch
 
 
+@contextlib.contextmanager
+def programs_backwards() -> Iterator[None]:
+    """In the interpreter programs run one after the other, the last one of a launch first: on a GPU their order is
+    anything, and no result may depend on it."""
+    if MODE != "interpret":
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    place = Builder.set_grid_idx
+
+    def mirrored(self: Any, *at: int) -> None:
+        place(self, *(size - 1 - index for size, index in zip(self.grid_dim, at, strict=True)))
+
+    Builder.set_grid_idx = mirrored
+    try:
+        yield
+    finally:
+        Builder.set_grid_idx = place
+
+
 if MODE == "interpret":
     mend_interpreter()
 

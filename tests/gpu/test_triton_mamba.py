@@ -67,8 +67,33 @@ class Case:
         return Case(self.layout, weights, move(self.projected), batch, move(self.conv), move(self.state))
 
 
-def build(layout: MambaLayout, runs: list[Run], dtype: torch.dtype, slots: int = 10) -> Case:
+def batch_of(runs: list[Run]) -> AttentionBatch:
     """Decodes come first, and draft tokens count as decodes."""
+    positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
+    for run in runs:
+        begin = len(positions)
+        positions += range(run.start, run.start + run.length)
+        first += [begin] * run.length
+        last += [begin + run.length - 1] * run.length
+        reads += [run.read] * run.length
+        writes += [0] * (run.length - len(run.writes)) + list(run.writes)
+        starts += range(begin + 1, begin + run.length + 1) if run.decodes else [begin + run.length]
+    contexts = [positions[end - 1] + 1 for end in starts[1:]]
+    return AttentionBatch(
+        positions=integers(positions, torch.int64),
+        slots=integers(positions, torch.int64),
+        query_starts=integers(starts, torch.int32),
+        context_lens=integers(contexts, torch.int32),
+        rows=integers([0] * len(contexts), torch.int32),
+        block_tables=integers([0], torch.int32).view(1, 1),
+        num_decodes=sum(run.length for run in runs if run.decodes),
+        max_query=max(run.length for run in runs),
+        max_context=max(contexts),
+        states=StateBatch(*(integers(values, torch.int32) for values in (first, last, reads, writes))),
+    )
+
+
+def build(layout: MambaLayout, runs: list[Run], dtype: torch.dtype, slots: int = 10) -> Case:
     weights = MambaWeights(
         conv=rand(layout.channels, layout.conv, scale=0.5),
         conv_bias=rand(layout.channels, scale=0.3),
@@ -81,30 +106,8 @@ def build(layout: MambaLayout, runs: list[Run], dtype: torch.dtype, slots: int =
         gate_scale=0.8,
         dt_scale=1.2,
     )
-    tokens, decodes = sum(run.length for run in runs), sum(run.length for run in runs if run.decodes)
-    projected = rand(tokens, layout.width, dtype=dtype)
-    positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
-    for run in runs:
-        begin = len(positions)
-        positions += range(run.start, run.start + run.length)
-        first += [begin] * run.length
-        last += [begin + run.length - 1] * run.length
-        reads += [run.read] * run.length
-        writes += [0] * (run.length - len(run.writes)) + list(run.writes)
-        starts += range(begin + 1, begin + run.length + 1) if run.decodes else [begin + run.length]
-    contexts = [positions[end - 1] + 1 for end in starts[1:]]
-    batch = AttentionBatch(
-        positions=integers(positions, torch.int64),
-        slots=integers(positions, torch.int64),
-        query_starts=integers(starts, torch.int32),
-        context_lens=integers(contexts, torch.int32),
-        rows=integers([0] * len(contexts), torch.int32),
-        block_tables=integers([0], torch.int32).view(1, 1),
-        num_decodes=decodes,
-        max_query=max(run.length for run in runs),
-        max_context=max(contexts),
-        states=StateBatch(*(integers(values, torch.int32) for values in (first, last, reads, writes))),
-    )
+    batch = batch_of(runs)
+    projected = rand(len(batch.positions), layout.width, dtype=dtype)
     conv = rand(slots, layout.conv, layout.channels, dtype=dtype)
     state = rand(slots, layout.heads, layout.head_dim, layout.state, scale=0.3)
     return Case(layout, weights, projected, batch, conv, state)

@@ -89,7 +89,7 @@ def test_a_recurrent_draft_goes_on_from_the_state_behind_the_last_accepted_token
     """It drafts for itself, so it is right but for ties; behind tokens that a penalty rejects too."""
     if not ON_DEVICE:
         return
-    for model in ("qwen3-next-dense", "mamba2"):
+    for model in ("qwen3-next-dense", "mamba2", "lfm2"):
         with tempfile.TemporaryDirectory() as folder:
             path = write_checkpoint(model, Path(folder))
             plain = make_engine(path, **CUDA)

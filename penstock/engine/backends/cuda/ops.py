@@ -34,6 +34,7 @@ from penstock.engine.backends.cuda.kernels import (
     rope,
     row_norm,
     sampler,
+    short_conv,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
 from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums, gate_mul
@@ -55,7 +56,6 @@ from penstock.engine.backends.interface import (
     OverRanks,
     ShortConvWeights,
 )
-from penstock.engine.backends.reference import short_conv
 from penstock.engine.backends.reference.indexer import PlainIndexing
 
 _INVARIANT_ROWS = 256
@@ -358,7 +358,7 @@ class TritonOps(PlainIndexing):
     ) -> Tensor:
         if isinstance(projected, Addends):
             projected = projected.base + torch.where(projected.ranks.unsqueeze(1) > 0, projected.delta, 0)
-        return short_conv.short_conv(projected, weights, batch, conv_cache)
+        return short_conv.short_conv(projected, weights, batch, conv_cache, pdl=self.pdl)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -33,6 +33,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.short_conv import ShortConv
 from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.runner.follower import BlockTables
 from penstock.engine.runner.inputs import Packed
@@ -51,7 +52,7 @@ AT_START, AT_START_BESIDE_DECODES = (64, 128, 256, 512, 1024), (128, 256, 512, 1
 """Of both, those that are captured before the first request: each takes a moment of the start."""
 WANTED = 8
 """Steps with hundreds of padding tokens that are as long as capturing one of the right size."""
-_MIXERS = Attention | LatentAttention | GatedDeltaNet | Mamba2 | SideBySide | NoMixer
+_MIXERS = Attention | LatentAttention | GatedDeltaNet | Mamba2 | ShortConv | SideBySide | NoMixer
 """Those that leave padding alone."""
 
 

@@ -22,6 +22,20 @@ from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, Stat
 
 
 @triton.jit
+def kept_at(
+    ring_ptr: tl.tensor,
+    slot: tl.tensor,
+    position: tl.tensor,
+    back: tl.tensor,
+    channel: tl.tensor,
+    CHANNELS: tl.constexpr,
+    CONV: tl.constexpr,
+) -> tl.tensor:
+    """Where a slot keeps the input `back` positions before `position`."""
+    return ring_ptr + (slot.to(tl.int64) * CONV + (position + CONV - back) % CONV) * CHANNELS + channel
+
+
+@triton.jit
 def conv_input(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,
@@ -41,8 +55,7 @@ def conv_input(
     inside = token - back >= first
     here = tl.load(x_ptr + (token - back) * x_stride + column, mask=mask & inside, other=0.0).to(tl.float32)
     known = (read > 0) & (position >= back) & (inside == 0)
-    place = (position + CONV - back) % CONV
-    kept = ring_ptr + (read.to(tl.int64) * CONV + place) * CHANNELS + channel
+    kept = kept_at(ring_ptr, read, position, back, channel, CHANNELS, CONV)
     return here + tl.load(kept, mask=mask & known, other=0.0).to(tl.float32)
 
 
@@ -92,7 +105,7 @@ def taps(
         found = found + (weight,)  # type: ignore[assignment]
     for back in tl.static_range(1, CONV):
         known = (read > 0) & (position >= back)
-        kept = ring_ptr + (read.to(tl.int64) * CONV + (position + CONV - back) % CONV) * CHANNELS + channel
+        kept = kept_at(ring_ptr, read, position, back, channel, CHANNELS, CONV)
         found = found + (tl.load(kept, mask=mask & known, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     return found
 
@@ -149,8 +162,7 @@ def keep(
         x = conv_input(
             x_ptr, ring_ptr, column, channel, mask, token, first, position, read, back, x_stride, CHANNELS, CONV
         )
-        place = (position + CONV - back) % CONV
-        at = ring_ptr + (write.to(tl.int64) * CONV + place) * CHANNELS + channel
+        at = kept_at(ring_ptr, write, position, back, channel, CHANNELS, CONV)
         tl.store(at, x.to(ring_ptr.dtype.element_ty), mask=mask & (position >= back))
 
 
