@@ -90,7 +90,7 @@ def some_message(rng: random.Random, form: ToolFormat) -> str:
     return text
 
 
-LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "deepseek_v32")
+LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "deepseek_v32", "xlam", "solar_open")
 """Formats that differ from others in their marks only."""
 
 

@@ -87,7 +87,7 @@ def parsed(box: Toolbox, message: str) -> Parsed:
     return gather(parser.push(message) + parser.flush())
 
 
-LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "olmo3")
+LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "olmo3", "xlam", "solar_open")
 """Formats whose calls under a grammar differ from others in their marks only."""
 
 
@@ -229,7 +229,7 @@ def parameter(name: str, value: str, stated: str = "true") -> str:
     return f'<｜DSML｜parameter name="{name}" string="{stated}">{value}</｜DSML｜parameter>\n'
 
 
-@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("control", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_arguments_in_dsml_are_tags_that_the_schema_holds(
     compiler: GuidanceCompiler, text: TextModel, control: bool
 ) -> None:
@@ -271,8 +271,13 @@ def test_arguments_in_dsml_are_tags_that_the_schema_holds(
     [
         {"type": "object", "additionalProperties": {"type": "integer"}},
         {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "minProperties": 1},
-        {"type": "object", "properties": {"a>b": {"type": "integer"}}},
-        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}},
+        *(
+            pytest.param({"type": "object", "properties": properties}, marks=pytest.mark.slow)
+            for properties in (
+                {"a>b": {"type": "integer"}},
+                {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}},
+            )
+        ),
     ],
 )
 def test_arguments_without_a_form_in_dsml_are_one_object(

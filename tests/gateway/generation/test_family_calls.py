@@ -104,7 +104,9 @@ PLAIN = ("qwen", "hunyuan")
 """Families whose marks are no control tokens."""
 
 
-@pytest.fixture(scope="module", params=["deepseek", "dsml", "kimi", "qwen", "lfm2", "hunyuan"])
+@pytest.fixture(
+    scope="module", params=["deepseek", "dsml", "kimi", "qwen", "lfm2", pytest.param("hunyuan", marks=pytest.mark.slow)]
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TextModel]:
     if request.param == "dsml":
         return request.param, checkpoint(tmp_path_factory.mktemp("dsml"), "deepseek_v32")
