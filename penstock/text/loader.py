@@ -14,6 +14,7 @@ from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.gguf_tokenizer import CONTROL, tokenizer_from_gguf
+from penstock.text.own_templates import OWN_TEMPLATES
 from penstock.text.sampling_defaults import from_generation_config, from_gguf_metadata
 from penstock.text.text_model import TextModel
 
@@ -56,6 +57,8 @@ def _from_gguf(file: GGUFFile) -> TextModel:
 
     ends = _ids(config.get("eos_token_id"))
     for name in END_TOKENS:
+        if name == "<|end|>" and tokenizer.token_to_id("<|flush|>") is not None:
+            continue  # Solar Open: it ends each message, a thought too
         token = tokenizer.token_to_id(name)
         if token is not None and types is not None and types[token] == CONTROL and token not in ends:
             ends.append(token)
@@ -97,7 +100,7 @@ def _from_folder(folder: Path) -> TextModel:
     eos = tokenizer.token_to_id(special["eos_token"]) if special["eos_token"] else None
     if eos is not None and eos not in ends:
         ends.append(eos)
-    templates = _templates(folder, settings)
+    templates = _templates(folder, settings) or _built_in(config)
     return TextModel(
         tokenizer,
         template=ChatTemplate(templates, special) if templates else None,
@@ -144,6 +147,12 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
         if isinstance(found, list):
             return {str(entry["name"]): str(entry["template"]) for entry in found}
     return {}
+
+
+def _built_in(config: dict[str, Any]) -> dict[str, str]:
+    """The template for models whose makers publish none."""
+    template = OWN_TEMPLATES.get(str(config.get("model_type")))
+    return {} if template is None else {"default": template}
 
 
 def _content(token: Any) -> str:

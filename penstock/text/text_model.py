@@ -22,6 +22,7 @@ from penstock.text.infill import InfillTokens, infill_tokens
 from penstock.text.template_calls import CallStyle, call_style
 from penstock.text.template_fit import PROBE, Accepted, accepted
 from penstock.text.template_meter import WORK
+from penstock.text.thought_styles import detect
 from penstock.text.token_bytes import decoding_rule
 from penstock.text.tokenizer_calls import encode_ids, ending, most_bytes_per_token
 
@@ -70,8 +71,7 @@ class TextModel:
         self._guarded_lock = threading.Lock()
         self._others: dict[str, ChatTemplate] = {}
         self._other_lock = threading.Lock()
-        turn_end = self._turn_end()
-        ends = [*eos_token_ids, *([turn_end] if turn_end is not None else [])]
+        ends = [*eos_token_ids, *self._turn_ends()]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         """All ids that end an answer, the most common first."""
 
@@ -399,6 +399,14 @@ class TextModel:
             if known[kind]:
                 found.add(token)
         return frozenset(found)
+
+    def _turn_ends(self) -> list[int]:
+        """The control tokens that end an assistant's turn in the template."""
+        style = detect(self.template_source)
+        if style is not None and style.stops:
+            return [id for mark in style.stops if (id := self.token_id(mark)) is not None]
+        turn_end = self._turn_end()
+        return [] if turn_end is None else [turn_end]
 
     def _turn_end(self) -> int | None:
         """The control token that ends an assistant's turn in the template."""

@@ -46,7 +46,7 @@ class ThoughtSplitter:
 
     __slots__ = (
         *("_answer_begin", "_answer_end", "_begins", "_buffer", "_counted", "_ends", "_leading", "_space"),
-        *("_state", "marks", "reasoning_tokens"),
+        *("_header", "_state", "_wrapped", "marks", "reasoning_tokens"),
     )
 
     def __init__(self, style: ThoughtStyle, text: TextModel, state: State = "before") -> None:
@@ -55,7 +55,11 @@ class ThoughtSplitter:
         """Marks by their ids: whether they begin a thought."""
         self._begins = tuple(spelling for spelling in style.begin if known[spelling] is None)
         self._ends = tuple(spelling for spelling in style.end if known[spelling] is None)
+        self._header = text.decode(text.encode(style.header, add_special_tokens=False)) if style.header else ""
+        """What is seen of the header between thought and answer."""
         self._answer_begin, self._answer_end = style.answer_begin, style.answer_end
+        self._wrapped = state == "answer"
+        """Whether the mark before the answer has come, as it may have in the prompt: then the one behind it counts."""
         self._state: State = state
         self._buffer = ""
         """Text that may turn out to be a mark, or white space that may end the thought."""
@@ -74,7 +78,8 @@ class ThoughtSplitter:
     @property
     def done(self) -> bool:
         """Whether all that follows is plain text of the answer."""
-        return self._state == "answer" and not self._leading and not self._buffer and not self._answer_end
+        plain = not self._header and not self._answer_begin and not self._answer_end
+        return self._state == "answer" and not self._leading and not self._buffer and plain
 
     @property
     def answering(self) -> bool:
@@ -107,9 +112,6 @@ class ThoughtSplitter:
         if self._state == "thinking":
             return shown + self._rest(), answer
         rest, self._buffer = self._buffer, ""
-        if self._answer_end:
-            said, _, more = rest.partition(self._answer_end)
-            rest = said.rstrip() + more.strip()
         return shown, answer + (rest.lstrip() if self._leading else rest)
 
     def _rest(self) -> str:
@@ -172,28 +174,45 @@ class ThoughtSplitter:
         return shown, False
 
     def _answer(self) -> str:
-        text = self._buffer
-        if self._leading:
-            text = text.lstrip()
-            if self._answer_begin:
-                if text.startswith(self._answer_begin):
-                    text = text[len(self._answer_begin) :].lstrip()
-                    self._answer_begin = ""
-                elif self._answer_begin.startswith(text):
-                    self._buffer = text
-                    return ""
-            if not text:
-                self._buffer = ""
-                return ""
-            self._leading = False
+        """What may be shown of the answer, without the marks around it."""
+        if (self._header and not self._header_read()) or (self._answer_begin and not self._answer_begun()):
+            return ""
+        text = self._buffer.lstrip() if self._leading else self._buffer
+        self._leading = self._leading and not text
         if not self._answer_end:
             self._buffer = ""
             return text
         at = text.find(self._answer_end)
-        keep = len(text) - at if at >= 0 else _overlap(text, self._answer_end)
-        shown = text[: len(text) - keep].rstrip()
+        if at >= 0:  # what else may follow, such as a call, is part of the answer too
+            behind = text[at + len(self._answer_end) :].lstrip()
+            self._answer_end, self._leading, self._buffer = "", not behind, ""
+            return text[:at].rstrip() + behind
+        shown = text[: len(text) - _overlap(text, self._answer_end)].rstrip()
         self._buffer = text[len(shown) :]
         return shown
+
+    def _header_read(self) -> bool:
+        """Whether it is clear if the thought has a header behind it."""
+        rest = self._buffer.lstrip()
+        if self._leading and self._header.startswith(rest) and rest != self._header:
+            return False
+        if self._leading and rest.startswith(self._header):
+            self._buffer = rest[len(self._header) :]
+        self._header = ""
+        return True
+
+    def _answer_begun(self) -> bool:
+        """Whether it is clear if the answer has a mark before it, which is taken away with the white space around."""
+        rest = self._buffer.lstrip()
+        if rest.startswith(self._answer_begin):
+            self._buffer = rest[len(self._answer_begin) :]
+            self._leading = self._wrapped = True
+        elif self._answer_begin.startswith(rest):
+            return False
+        self._answer_begin = ""
+        if not self._wrapped:
+            self._answer_end = ""
+        return True
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 StyleName = Literal[
-    "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi", "cohere", "gpt_oss"
+    "think",
+    "deepseek_r1",
+    "granite",
+    "granite33",
+    "hunyuan",
+    "mistral",
+    "seed_oss",
+    "kimi",
+    "cohere",
+    "solar_open",
+    "gpt_oss",
 ]
 ReasoningSetting = StyleName | Literal["auto", "off"]
 
@@ -26,6 +36,10 @@ class ThoughtStyle:
     end: tuple[str, ...]
     begun: bool = False
     """An answer begins with the thought, also where neither it nor the prompt shows the beginning."""
+    header: str = ""
+    """What the model writes between a thought and the answer where these are messages of their own."""
+    stops: tuple[str, ...] = ()
+    """Control tokens that end an answer where the one behind each message does not."""
     answer_begin: str = ""
     """What stands before and after the answer, where the model marks that too."""
     answer_end: str = ""
@@ -65,9 +79,26 @@ STYLES: dict[StyleName, ThoughtStyle] = {
             before_end="",
             after_end="",
         ),
+        ThoughtStyle(
+            "solar_open",
+            ("<|think|>",),
+            ("<|end|>",),
+            header="<|begin|>assistant",
+            stops=("<|flush|>", "<|calls|>"),
+            answer_begin="<|content|>",
+            answer_end="<|end|>",
+            before_end="",
+            after_end="<|begin|>assistant",
+        ),
         ThoughtStyle("gpt_oss", ("<|channel|>analysis<|message|>",), ("<|end|>",), before_end="", after_end=""),
     )
 }
+
+
+_HUNYUAN = ("<|extra_0|>", "hy_Assistant")
+"""Marks of messages in Hunyuan's templates."""
+_RESULTS = ("<minimax:tool_call>",)
+"""Marks of templates that have results of functions, not answers, in `<response>`."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,15 +106,22 @@ def detect(template: str) -> ThoughtStyle | None:
     """The style that a chat template mentions; None: it mentions no thoughts."""
     if "<|channel|>" in template and "<|message|>" in template:
         return STYLES["gpt_oss"]
+    if "<|think|>" in template and "<|content|>" in template:
+        return STYLES["solar_open"]
     for style in STYLES.values():
         if (
             style.begin[0] != "<think>"
             and not style.channels
+            and not style.header
             and any(mark in template for mark in style.begin + style.end)
         ):
             return style
     if "<think>" not in template and "</think>" not in template:
         return None
+    if any(mark in template for mark in _HUNYUAN):
+        return STYLES["hunyuan"]  # most of its templates do not show answers as the model writes them
+    if any(mark in template for mark in _RESULTS):
+        return STYLES["think"]
     for style in (STYLES["granite33"], STYLES["hunyuan"]):
         if style.answer_begin in template and style.answer_end in template:
             return style

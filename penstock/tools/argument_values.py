@@ -33,6 +33,18 @@ def argument(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     return value if found and "string" not in types else text
 
 
+def stated_argument(text: str, key: str, schema: Mapping[str, Any], *, as_text: bool) -> Any:
+    """The same where the model says whether the value is text or JSON; what it calls JSON and is none goes by the
+    schema."""
+    if as_text:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return argument(text, key, schema)
+    return value if _sendable(value) else argument(text, key, schema)
+
+
 def types_of(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """The JSON types that a schema allows; none: unknown, or any."""
     if not isinstance(schema, Mapping) or depth > _DEPTH:

@@ -2,7 +2,7 @@
 
 Most write JSON objects with a name and arguments, and differ in the surrounding text; some write names and arguments
 between marks, Python calls, or keys and values in tags. Where a grammar holds a call, its arguments are JSON in any
-format.
+format but DSML, whose tags say which values are text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, CallMarks
-from penstock.tools.xml_calls import FUNCTION_TAGS, INVOKE_TAGS, Tags
+from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, SOLAR_OPEN, CallMarks
+from penstock.tools.xml_calls import DSML_TAGS, FUNCTION_TAGS, INVOKE_TAGS, Tags
 
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
-    "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
-    "lfm2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
+    "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4", "solar_open",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
 
@@ -43,6 +43,8 @@ class ToolFormat:
     """Whether calls are one JSON list; otherwise they are consecutive objects."""
     arguments: str = "arguments"
     """The key of the arguments when writing; both names are accepted when reading."""
+    lead: str = ""
+    """What usually stands before the opener."""
     before: str = ""
     after: str = ""
     """Separator between opener, JSON and closer."""
@@ -50,6 +52,10 @@ class ToolFormat:
     """Separator between two calls."""
     named: bool = False
     """Whether the function's name may also stand before its arguments, instead of in the JSON."""
+    name_first: bool = False
+    """Whether a message may begin with a name, a line break and the arguments; calls are written like that too."""
+    also: tuple[str, ...] = ()
+    """Other texts that the model writes in place of the opener."""
     name_key: str = "name"
     """The key of the name when writing; both names are accepted when reading."""
     syntax: Literal["json", "python", "tags"] = "json"
@@ -95,8 +101,9 @@ class ToolFormat:
         """Texts other than the opener that the format consists of, and that may be control tokens."""
         if self.marks is not None:
             return (self.closer, self.marks.begin, self.marks.end, *self.marks.inner)
-        opened = self.tags is not None or (self.syntax == "python" and not self.bare)
-        return (self.closer,) if opened else ()
+        if self.tags is not None:
+            return (self.closer, *self.tags.inner)
+        return (self.closer,) if self.syntax == "python" and not self.bare else ()
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
@@ -107,7 +114,12 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ToolFormat("llama3", "<|python_tag|>", bare=True, arguments="parameters", between="; "),
         ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", named=True, short_ids=True),
         ToolFormat("granite", "<|tool_call|>", listed=True),
-        ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True),
+        ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True, also=("functools",)),
+        ToolFormat("functools", "functools", listed=True),
+        ToolFormat("hunyuan", "<tool_calls>", "</tool_calls>", listed=True),
+        ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True),
+        ToolFormat("glm4", "<|assistant|>", bare=True, between="\n", name_first=True),
+        ToolFormat("xlam", "<tool_call>", "</tool_call>", bare=True, listed=True),
         ToolFormat(
             "pythonic",
             "<|python_start|>",
@@ -118,6 +130,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
             syntax="python",
         ),
         ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, syntax="python"),
+        ToolFormat("olmo3", "<function_calls>", "</function_calls>", between="\n", syntax="python"),
         ToolFormat("glm45", "<tool_call>", "</tool_call>", after="\n", between="\n", syntax="tags"),
         ToolFormat(
             "cohere", "<|START_ACTION|>", "<|END_ACTION|>", listed=True, arguments="parameters", name_key="tool_name"
@@ -134,6 +147,17 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ),
         ToolFormat("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="\n", marks=DEEPSEEK_V3),
         ToolFormat("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="", marks=DEEPSEEK_V31),
+        ToolFormat(
+            "deepseek_v32",
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            lead="\n\n",
+            before="\n",
+            after="\n",
+            between="\n",
+            tags=DSML_TAGS,
+        ),
+        ToolFormat("solar_open", "<|tool_calls|>", "<|calls|>", between="", marks=SOLAR_OPEN),
         ToolFormat("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", between="", marks=KIMI_K2),
         ToolFormat(
             "qwen3_coder", "<tool_call>", "</tool_call>", before="\n", after="\n", between="\n", tags=FUNCTION_TAGS
@@ -168,6 +192,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["lfm2"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
+    if "｜DSML｜" in template and "function_calls" in template:
+        return FORMATS["deepseek_v32"]
     if "<｜tool▁calls▁begin｜>" in template:
         return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
     if any(
@@ -175,6 +201,20 @@ def detect(template: str) -> ToolFormat:
         for mark in ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|im_system|>tool_declare")
     ):
         return FORMATS["kimi_k2"]
+    if "<TOOLCALL>" in template:
+        return FORMATS["nemotron"]
+    if "<function_calls>" in template:
+        return FORMATS["olmo3"]
+    if "<tool_calls>" in template and "<tool_sep>" not in template:
+        return FORMATS["hunyuan"]
+    if "functools[" in template:
+        return FORMATS["functools"]
+    if "single JSON array" in template and '"name": "tool_call_name"' in template.replace("\\", ""):
+        return FORMATS["xlam"]
+    if "可用工具" in template and "<arg_key>" not in template:
+        return FORMATS["glm4"]
+    if "<|tool_call:begin|>" in template:
+        return FORMATS["solar_open"]
     if "<seed:tool_call>" in template:
         return FORMATS["seed_oss"]
     if "<minimax:tool_call>" in template:
@@ -191,7 +231,7 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["cohere"]
     if "Action:" in template and "```json" in template:
         return FORMATS["command_r"]
-    if "<|python_start|>" in template or "<|header_start|>" in template:
+    if any(mark in template for mark in ("<|python_start|>", "<|header_start|>", "[func_name1(")):
         return FORMATS["pythonic"]
     if "List of tools: [" in template:
         return FORMATS["lfm2"]  # the later templates show no calls

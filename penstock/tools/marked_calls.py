@@ -1,4 +1,4 @@
-"""Scans function calls whose parts stand between marks: DeepSeek and Kimi K2.
+"""Scans function calls whose parts stand between marks: DeepSeek, Kimi K2 and Solar Open.
 
     <｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
@@ -40,6 +40,8 @@ class CallMarks:
     """What is written there."""
     inner: tuple[str, ...] = ()
     """Further marks in the head."""
+    id_end: str = ""
+    """What stands between an id that the model makes up and the name."""
     numbered: bool = False
     """Whether the name is followed by the number of the call, which together are its id in templates."""
 
@@ -76,6 +78,18 @@ KIMI_K2 = CallMarks(
     "<|tool_call_end|>",
     ("<|tool_call_argument_begin|>",),
     numbered=True,
+)
+
+
+SOLAR_OPEN = CallMarks(
+    "<|tool_call:begin|>",
+    "<|tool_call:end|>",
+    re.compile(rf"<\|tool_call:begin\|>[^<>]{{0,64}}<\|tool_call:name\|>\s*{_NAME}\s*<\|tool_call:args\|>\s*"),
+    "<|tool_call:begin|>",
+    "<|tool_call:args|>",
+    "<|tool_call:end|>",
+    ("<|tool_call:name|>", "<|tool_call:args|>"),
+    id_end="<|tool_call:name|>",
 )
 
 

@@ -26,6 +26,7 @@ _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(
 _MAY_BE_NAMED = re.compile(r"[\w.:-]+\s*(?:\[[\w\]]*\s*(?:\[[A-Z]*\]?\s*)?)?")
 _LONGEST_NAME = 300
 """Characters of a name, an id and what stands around them."""
+_NAME_FIRST = re.compile(r"([\w.:-]{1,128})[ \t]*\n\s*(?=\{)")
 _SEPARATORS = ";,"
 """Between objects that are not in a list."""
 
@@ -33,7 +34,10 @@ _SEPARATORS = ";,"
 class ToolCallParser:
     """Parses one message. Streams push text as it arrives; a whole message is a single push."""
 
-    __slots__ = ("_buffer", "_events", "_form", "_names", "_openers", "_raw", "_scanner", "_schemas", "_state", "calls")
+    __slots__ = (
+        *("_buffer", "_events", "_form", "_names", "_openers", "_raw", "_scanner", "_schemas", "_skipped", "_state"),
+        "calls",
+    )
 
     def __init__(
         self,
@@ -50,7 +54,8 @@ class ToolCallParser:
         self._form = form
         self._names = names
         self._schemas = schemas
-        self._openers = (form.opener, *(form.without_opener if forgetful else ()))
+        self._skipped = (form.opener, *form.also)
+        self._openers = (*self._skipped, *(form.without_opener if forgetful else ()))
         self._buffer = ""
         """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
@@ -105,15 +110,32 @@ class ToolCallParser:
         rest = self._buffer.lstrip()
         if not rest:
             return False
-        if rest[0] == "{" or (rest[0] == "[" and self._form.syntax == "python"):
+        if rest[0] == "{" or (rest[0] == "[" and (self._form.syntax == "python" or self._form.listed)):
             self._enter(len(self._buffer) - len(rest), rest[0])
+        elif self._form.name_first and (length := self._name_first(rest)) >= 0:
+            if not length:
+                return False
+            name = rest[:length].rstrip()
+            self._enter(len(self._buffer) - len(rest) + length)
+            assert isinstance(self._scanner, CallScanner)
+            self._scanner.expect_arguments(name)
         else:
             self._state = self._text
         return True
 
+    def _name_first(self, rest: str) -> int:
+        """The length of an offered function's name and the line break behind it, before an object; 0 where that may
+        still come, -1 where there is none."""
+        found = _NAME_FIRST.match(rest)
+        if found is not None:
+            return found.end() if found[1] in self._names else -1
+        name, line, behind = rest.partition("\n")
+        if line:
+            return 0 if name.rstrip() in self._names and not behind.strip() else -1
+        return 0 if any(each.startswith(name.rstrip()) for each in self._names) else -1
+
     def _text(self) -> bool:
-        buffer, opener = self._buffer, self._form.opener
-        marks = self._openers
+        buffer, marks = self._buffer, self._openers
         found = min((at for mark in marks if (at := buffer.find(mark)) >= 0), default=-1)
         end = len(buffer) - max(overlap(buffer, mark) for mark in marks) if found < 0 else found
         said = len(buffer[:end].rstrip())
@@ -121,7 +143,7 @@ class ToolCallParser:
         self._buffer = buffer[said:]
         if found < 0:
             return False
-        length = len(opener) if buffer.startswith(opener, end) else 0
+        length = max((len(opener) for opener in self._skipped if buffer.startswith(opener, end)), default=0)
         first = _first(buffer[end + length :])
         if self._form.syntax == "python" and not first:
             return False  # what follows says which kind of call it is
@@ -133,7 +155,8 @@ class ToolCallParser:
         self._raw, self._buffer = [self._buffer[:length]], self._buffer[length:]
         form, names, syntax = self._form, self._names, self._form.syntax
         if syntax == "python" and first != "{":
-            self._scanner = PythonScanner(names, self.calls, self._report)
+            closer = "" if form.bare or form.listed else form.closer
+            self._scanner = PythonScanner(names, self.calls, self._report, closer)
         elif syntax == "tags":
             self._scanner = TagScanner(names, self.calls, self._report, form.closer, self._schemas)
         elif form.marks is not None:
@@ -196,6 +219,13 @@ class ToolCallParser:
         if closer and rest.startswith(closer):
             self._buffer = rest[len(closer) :]
             self._state = self._text
+            return True
+        if self._form.name_first and rest[0] not in _SEPARATORS:
+            opener = self._form.opener
+            if opener.startswith(rest) and rest != opener:
+                return False
+            self._buffer = self._buffer if not rest.startswith(opener) else rest[len(opener) :]
+            self._state = self._start
             return True
         following = rest[1:].lstrip() if rest[0] in _SEPARATORS else rest
         if not following:

@@ -30,6 +30,8 @@ def with_thought(message: Message, template: str) -> Message:
         if message.get("tool_calls") and message["content"]:  # gpt-oss takes one of them only
             message["thinking"] = f"{thought}\n\n{message['content']}"
             message["content"] = ""
+    elif thought and "reasoning_content" not in template and "message.reasoning" in template:
+        message["reasoning"] = message.pop("reasoning_content")
     return message
 
 
@@ -123,24 +125,34 @@ def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message
 def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     """Calls as the model itself would write them."""
     if (marks := form.marks) is not None:
-        each = (
-            f"{marks.before_name}{call['function']['name']}{f':{number}' if marks.numbered else ''}{marks.after_name}"
-            f"{call['function']['arguments']}{marks.after_arguments}"
-            for number, call in enumerate(calls)
-        )
+        each = []
+        for number, call in enumerate(calls):
+            id = f"{_made_up_id(number)}{marks.id_end}" if marks.id_end else ""
+            name = f"{call['function']['name']}{f':{number}' if marks.numbered else ''}"
+            head = f"{marks.before_name}{id}{name}{marks.after_name}"
+            each.append(f"{head}{call['function']['arguments']}{marks.after_arguments}")
         return f"{form.opener}{form.between.join(each)}{form.closer}"
-    if form.syntax == "python" and form.listed and (python := _in_python(calls)) is not None:
-        return f"{form.opener}[{form.between.join(python)}]{form.closer}"
+    if form.syntax == "python" and not form.bare and (python := _in_python(calls)) is not None:
+        begin, end = "[]" if form.listed else ("", "")
+        return f"{form.opener}{begin}{form.between.join(python)}{end}{form.closer}"
+    if form.name_first:
+        return form.between.join(f"{call['function']['name']}\n{call['function']['arguments']}" for call in calls)
     bodies = []
     for call in calls:
         function = call["function"]
         body = {form.name_key: function["name"], form.arguments: _parsed(function["arguments"])}
         bodies.append(json.dumps(body, ensure_ascii=False))
     if form.listed:
-        return f"{form.opener}{form.before}[{form.between.join(bodies)}]{form.after}{form.closer}"
+        opener = "" if form.bare else form.opener
+        return f"{opener}{form.before}[{form.between.join(bodies)}]{form.after}{form.closer}"
     if form.bare:
         return form.between.join(bodies)
     return form.between.join(f"{form.opener}{form.before}{body}{form.after}{form.closer}" for body in bodies)
+
+
+def _made_up_id(number: int) -> str:
+    """Ten letters and digits, as models that number their calls themselves write them."""
+    return f"call{number:06}"
 
 
 def _in_python(calls: Sequence[Mapping[str, Any]]) -> list[str] | None:

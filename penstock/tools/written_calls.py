@@ -1,6 +1,11 @@
-"""Scans function calls that are not JSON: Python calls in a list (Llama 4), and keys and values in tags (GLM-4.5).
+"""Scans function calls that are not JSON: Python calls in a list (Llama 4, LFM2) or one in a line (OLMo 3), and keys
+and values in tags (GLM-4.5).
 
     [get_weather(city="Paris", days=3), now()]
+
+    get_weather(city="Paris", days=3)
+    now()
+    </function_calls>
 
     get_weather
     <arg_key>city</arg_key>
@@ -21,12 +26,14 @@ from typing import Any
 
 from penstock.tools.argument_values import Schemas, argument
 from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
-from penstock.tools.scanner import CallScanner, Malformed
+from penstock.tools.scanner import CallScanner, Malformed, overlap
 
 _LONGEST = 262_144
 """Characters of calls in Python: reading them takes a multiple of their memory."""
 _HEAD = re.compile(r"\s*\[\s*([A-Za-z_][\w.]*)\s*\(")
 _BEGUN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
+_HEAD_OF_LINES = re.compile(r"\s*\[?\s*([A-Za-z_][\w.]*)\s*\(")
+_BEGUN_LINES = re.compile(r"\s*\[?\s*([A-Za-z_][\w.]*\s*)?")
 _MARKS = re.compile(r"[\"'\[\](){}]")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _WORDS = {"true": True, "false": False, "null": None}
@@ -54,10 +61,14 @@ class _Scanner:
 
 
 class PythonScanner(_Scanner):
-    """A list of calls with keyword arguments that are literals."""
+    """Calls with keyword arguments that are literals: a list, or, where they end with a `closer`, which is read
+    too, one in a line."""
 
-    def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None]) -> None:
+    def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None], closer: str = "") -> None:
         super().__init__(names, first, emit)
+        self._closer = closer
+        self._head, self._begins = (_HEAD_OF_LINES, _BEGUN_LINES) if closer else (_HEAD, _BEGUN)
+        self._marks = re.compile(f"{re.escape(closer)}|{_MARKS.pattern}") if closer else _MARKS
         self._at = 0
         self._nesting: list[str] = []
         self._quote = ""
@@ -65,9 +76,9 @@ class PythonScanner(_Scanner):
     def scan(self, text: str, at: int) -> int:
         known = len(self._text)
         self._text += text[at:]
-        head, shift = _HEAD.match(self._text), at - known
+        head, shift = self._head.match(self._text), at - known
         if head is None:
-            begun = _BEGUN.match(self._text)
+            begun = self._begins.match(self._text)
             assert begun is not None
             if begun.end() < len(self._text):
                 raise Malformed(begun.end() + shift)
@@ -80,7 +91,7 @@ class PythonScanner(_Scanner):
         if end is None:
             return len(text)
         stop = end + shift
-        calls = _python_calls(self._text[:end])
+        calls = _python_calls(self._text[: end - len(self._closer)], lines=bool(self._closer))
         if calls is None or any(name not in self._names for name, _ in calls):
             raise Malformed(stop)
         for name, arguments in calls:
@@ -103,18 +114,22 @@ class PythonScanner(_Scanner):
                     self._at = found.end() + 1
                     continue
                 self._at, self._quote = found.end(), ""
-            mark = _MARKS.search(self._text, self._at)
+            mark = self._marks.search(self._text, self._at)
             if mark is None:
-                self._at = len(self._text)
+                self._at = len(self._text) - overlap(self._text[self._at :], self._closer)
                 return None
             char, self._at = mark[0], mark.end()
+            if char == self._closer:
+                if self._nesting:
+                    raise Malformed(self._at + shift)
+                return self._at
             if char in "\"'":
                 self._quote = char
             elif char in "[({":
                 self._nesting.append(char)
             elif not self._nesting or self._nesting.pop() != _PAIRS[char]:
                 raise Malformed(self._at + shift)
-            elif not self._nesting:
+            elif not self._nesting and not self._closer:
                 return self._at
 
 
@@ -177,14 +192,24 @@ class TagScanner(_Scanner):
         return None if body[at:].strip() else (name[1], arguments)
 
 
-def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+def _python_calls(text: str, *, lines: bool) -> list[tuple[str, dict[str, Any]]] | None:
     try:
+        if lines and not text.lstrip().startswith("["):
+            written = [each for line in ast.parse(text.strip()).body for each in _expressions(line)]
+            return [(_python_name(call), _keywords(call)) for call in written]
         tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List):
             return None
         return [(_python_name(call), _keywords(call)) for call in tree.elts]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _expressions(statement: ast.stmt) -> list[ast.expr]:
+    """What stands in a line, with commas between where there is more than one call."""
+    if not isinstance(statement, ast.Expr):
+        raise ValueError
+    return statement.value.elts if isinstance(statement.value, ast.Tuple) else [statement.value]
 
 
 def _python_name(call: ast.expr) -> str:

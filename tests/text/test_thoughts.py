@@ -61,9 +61,26 @@ CASES: list[tuple[StyleName, State, str, str, str]] = [
     ("granite33", "before", "<think>Hm.</think>\n<response>Yes, <b>yes</b>.\n</response>\n", "Hm.", "Yes, <b>yes</b>."),
     ("granite33", "before", "<think>Hm.</think>Yes.", "Hm.", "Yes."),
     ("hunyuan", "before", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm.", "Yes."),
+    ("hunyuan", "answer", "<answer>\nYes.\n</answer>", "", "Yes."),
+    ("hunyuan", "before", "\n<answer> Yes.</answer>\n ", "", "Yes."),
+    ("hunyuan", "before", "  <answers> no</answer>", "", "  <answers> no</answer>"),
+    ("hunyuan", "before", "<think>a</think>No </answer> here. ", "a", "No </answer> here. "),
+    ("hunyuan", "thinking", "a</think><answer>b</answer>\n<tool_calls>[</answer>]", "a", "b<tool_calls>[</answer>]"),
+    ("hunyuan", "thinking", "a</think><answer>b </ans", "a", "b </ans"),
+    ("hunyuan", "thinking", "a</think> <ans", "a", "<ans"),
     ("mistral", "before", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ("seed_oss", "before", "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes."),
     ("kimi", "before", "◁think▷Hm.◁/think▷Yes.", "Hm.", "Yes."),
+    (
+        "solar_open",
+        "before",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>assistants.<|end|>",
+        "Hm.",
+        "assistants.",
+    ),
+    ("solar_open", "before", "<|content|>assistant<|end|>", "", "assistant"),
+    ("solar_open", "thinking", "Hm.<|end|><|begin|>assis", "Hm.", "<|begin|>assis"),
+    ("solar_open", "thinking", "Hm.<|end|><|begin|>assistant<|tool_calls|>x", "Hm.", "<|tool_calls|>x"),
     ("cohere", "before", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Hm.", "Yes."),
 ]
 
@@ -100,6 +117,8 @@ def test_any_split_of_the_text_gives_the_same(tmp_path: Path) -> None:
     text = model(tmp_path)
     rng = random.Random(0)
     for name, state, said, thought, answer in CASES:
+        if name == "solar_open":
+            continue  # its mark is a token here
         for _ in range(10):
             splitter = ThoughtSplitter(STYLES[name], text, state)
             parts, at = ["", ""], 0
@@ -141,7 +160,12 @@ def test_the_template_tells_the_style() -> None:
         ("<|START_THINKING|>", "cohere"),
         ("after 'Here is my thought process:' write", "granite"),
         ("between <think></think> and <response></response>", "granite33"),
+        ("<think></think> and <answer></answer>", "hunyuan"),
+        ("'<think>\\n\\n</think>\\n' <|extra_0|>", "hunyuan"),
+        ("<｜hy_User｜> <｜hy_Assistant｜><think>", "hunyuan"),
+        ("<think></think> <minimax:tool_call> results in <response></response>", "think"),
         ("<|start|>assistant<|channel|>final<|message|>", "gpt_oss"),
+        ("<|begin|>assistant<|think|> <|end|> <|begin|>assistant<|content|>", "solar_open"),
     ):
         found = detect(template)
         assert (None if found is None else found.name) == name, template

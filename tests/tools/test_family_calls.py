@@ -25,7 +25,9 @@ SCHEMA: dict[str, Any] = {
     },
 }
 TOOLS = (Tool("get_weather", parameters=SCHEMA), Tool("now"), Tool("db.find"), Tool("function"))
-NEW: tuple[FormatName, ...] = ("deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2")
+NEW: tuple[FormatName, ...] = (
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "solar_open", "qwen3_coder", "seed_oss", "minimax_m2",
+)  # fmt: skip
 Calls = list[tuple[str, dict[str, Any]]]
 
 
@@ -65,6 +67,10 @@ KIMI = (
     'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": '
     '"Oslo <|tool_call_end|>"}<|tool_call_end|><|tool_call_begin|>functions.db.find:12<|tool_call_argument_begin|>{}'
     "<|tool_call_end|><|tool_calls_section_end|>"
+)
+SOLAR = (
+    'I look.<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": '
+    '"<|calls|>"}<|tool_call:end|><|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>'
 )
 QWEN = """So.
 <tool_call>
@@ -109,6 +115,35 @@ MINIMAX = """
 <invoke name="now">
 </invoke>
 </minimax:tool_call>"""
+DSML = """Let me look.
+
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">
+7</｜DSML｜parameter> is no end
+</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+<｜DSML｜parameter name="tags" string="false">["<｜DSML｜", "é"]</｜DSML｜parameter>
+<｜DSML｜parameter name="note" string="true">null</｜DSML｜parameter>
+<｜DSML｜parameter name="other" string="false">"3"</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="now">
+
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+DSML_JSON = """<｜DSML｜function_calls>
+<｜DSML｜invoke name="db.find">
+{"q": {"a": [1, "</｜DSML｜invoke>"]}}
+</｜DSML｜invoke>
+<｜DSML｜invoke name="now">{}</｜DSML｜invoke></｜DSML｜function_calls> Done."""
+DSML_BAD_JSON = """<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="days" string="false">three</｜DSML｜parameter>
+<｜DSML｜parameter name="exact" string="false">True</｜DSML｜parameter>
+<｜DSML｜parameter name="city">
+Rome
+</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
 CASES: list[tuple[FormatName, str, str, Calls]] = [
     ("deepseek_v3", V3, "Let me see.",
      [("get_weather", {"city": "``` <｜tool▁call▁end｜> é", "days": 3}), ("now", {})]),
@@ -119,6 +154,14 @@ CASES: list[tuple[FormatName, str, str, Calls]] = [
      [("now", {})]),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{} x {}<｜tool▁calls▁end｜> y", " y",
      [("now", {})]),
+    ("deepseek_v32", DSML_JSON, " Done.", [("db.find", {"q": {"a": [1, "</｜DSML｜invoke>"]}}), ("now", {})]),
+    ("deepseek_v32", DSML_BAD_JSON, "", [("get_weather", {"days": "three", "exact": True, "city": "Rome"})]),
+    ("deepseek_v32", DSML, "Let me look.",
+     [("get_weather", {"city": "\n7</｜DSML｜parameter> is no end\n", "days": 3, "tags": ["<｜DSML｜", "é"],
+                       "note": "null", "other": "3"}), ("now", {})]),
+    ("qwen3_coder", '<tool_call><function=now>\n{"a": "x"}\n</function>\n</tool_call>', "", [("now", {"a": "x"})]),
+    ("solar_open", SOLAR, "I look.", [("get_weather", {"city": "<|calls|>"}), ("now", {})]),
+    ("solar_open", SOLAR.removesuffix("<|calls|>"), "I look.", [("get_weather", {"city": "<|calls|>"}), ("now", {})]),
     ("kimi_k2", KIMI, "I look.", [("get_weather", {"city": "Oslo <|tool_call_end|>"}), ("db.find", {})]),
     ("qwen3_coder", QWEN, "So.",
      [("get_weather", {"city": "7\n\n</parameter> <function=now> </tool_call>", "days": 3, "exact": True,
@@ -134,8 +177,16 @@ TEXTS: list[tuple[FormatName, str]] = [
     ("deepseek_v31", "<｜tool▁calls▁begin｜>now"),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜> x"),
     ("deepseek_v31", "<｜tool▁call▁begin｜>" + "now" * 200),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="other">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    ),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n[1]</｜DSML｜invoke>'),
+    ("deepseek_v32", '<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="a" string="true">b'),
+    ("deepseek_v32", "The mark ｜DSML｜ and <｜DSML｜ alone"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>call_17<|tool_call_argument_begin|>{}"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"),
+    ("solar_open", "<|tool_calls|><|tool_call:begin|>a<|tool_call:name|>other<|tool_call:args|>{}<|tool_call:end|>"),
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("qwen3_coder", "<function=get_weather>\nand <parameter=city>\nPar</parameter></function>"),
@@ -185,6 +236,8 @@ def test_only_what_a_grammar_holds_is_a_call_where_there_is_one(name: FormatName
     assert form.without_opener
     bare = {
         "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "deepseek_v32": '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
+        "solar_open": "<|tool_call:begin|>a<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
         "minimax_m2": '<invoke name="now"></invoke>',
     }.get(name, "<function=now></function>" if form.tags else "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}")
     assert read(parse(name, bare)) == [("now", {})]
@@ -243,8 +296,10 @@ def test_templates_say_which_format_it_is() -> None:
     v3 = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '\\n' + '```json'"
     assert detect(v3).name == "deepseek_v3"
     assert detect("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'").name == "deepseek_v31"
+    assert detect("'<｜DSML｜function_calls>'").name == "deepseek_v32"
     assert detect("<|tool_calls_section_begin|><|tool_call_begin|>").name == "kimi_k2"
     assert detect("'<|im_system|>tool_declare<|im_middle|>'").name == "kimi_k2"
+    assert detect("'<|tool_calls|>' '<|tool_call:begin|>'").name == "solar_open"
     assert detect("<tool_call>\n<function=example>\n<parameter=a>").name == "qwen3_coder"
     assert detect("<seed:tool_call>\n<function=example>\n<parameter=a>").name == "seed_oss"
     assert detect('<minimax:tool_call> <invoke name="x">').name == "minimax_m2"

@@ -90,8 +90,14 @@ def some_message(rng: random.Random, form: ToolFormat) -> str:
     return text
 
 
+LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "deepseek_v32", "xlam", "solar_open")
+"""Formats that differ from others in their marks only."""
+
+
 @pytest.mark.parametrize("count", [30, pytest.param(125, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in FORMATS]
+)
 def test_every_cut_of_a_message_gives_the_same(name: FormatName, count: int) -> None:
     form = FORMATS[name]
     rng = random.Random(name)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +87,13 @@ def parsed(box: Toolbox, message: str) -> Parsed:
     return gather(parser.push(message) + parser.flush())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "olmo3", "xlam", "solar_open")
+"""Formats whose calls under a grammar differ from others in their marks only."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in FORMATS]
+)
 @pytest.mark.parametrize("parallel", [False, True])
 def test_calls_that_must_be_made_are_always_valid(
     compiler: GuidanceCompiler, text: TextModel, name: FormatName, parallel: bool
@@ -142,6 +150,22 @@ def test_bare_calls_are_told_from_text_by_their_first_character(compiler: Guidan
     assert not allowed('{"nam": 1}') and not allowed(call("llama3", '{"city": 1}', MARK))
 
 
+@pytest.mark.parametrize("name", ["xlam", "glm4"])
+def test_bare_calls_in_other_forms(compiler: GuidanceCompiler, text: TextModel, name: FormatName) -> None:
+    grammar = toolbox(name, text).grammar()
+
+    def allowed(words: str) -> bool:
+        return Walk(compiler, text, grammar).takes(words)
+
+    good, bad = (
+        f"get_weather\n{arguments}" if name == "glm4" else call(name, arguments, "").removesuffix("</tool_call>")
+        for arguments in ('{"city": "Rome"}', '{"city": 1}')
+    )
+    assert allowed(good) and not allowed(bad)
+    assert parsed(toolbox(name, text), good).calls
+    assert allowed("get_weather is a function; { and [ are brackets.\n{}")
+
+
 def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextModel) -> None:
     grammar = toolbox("smollm2", text).grammar(grammars.choice(["yes", 'n"o']))
 
@@ -172,3 +196,99 @@ def test_arguments_never_repeat_a_key(
     if use == "auto":
         assert Walk(compiler, text, grammar).takes('See ["a": 1, "a": 2]')
     assert toolbox(name, text, use=use).grammar().json_start is None, "declared keys cannot repeat anyway"
+
+
+DSML: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "where"},
+        "unit": {"enum": ["celsius", "kelvin"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "unit", "place"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "maximum": 9}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+PLACE = '<｜DSML｜parameter name="place" string="false">{"x": 1}</｜DSML｜parameter>\n'
+
+
+def dsml(*parameters: str, name: str = "go") -> str:
+    call = f'<｜DSML｜invoke name="{name}">\n{"".join(parameters)}</｜DSML｜invoke>\n'
+    return f"<｜DSML｜function_calls>\n{call}</｜DSML｜function_calls>"
+
+
+def parameter(name: str, value: str, stated: str = "true") -> str:
+    return f'<｜DSML｜parameter name="{name}" string="{stated}">{value}</｜DSML｜parameter>\n'
+
+
+@pytest.mark.parametrize("control", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_arguments_in_dsml_are_tags_that_the_schema_holds(
+    compiler: GuidanceCompiler, text: TextModel, control: bool
+) -> None:
+    """`control`: the mark in all tags is a control token."""
+    marks = (("｜DSML｜", text.token_id(MARK)),) if control else ()
+    tools = (Tool("go", None, DSML, strict=True), Tool("clock"))
+    box = Toolbox(tools, FORMATS["deepseek_v32"], control=marks)  # type: ignore[arg-type]
+    required = replace(box, use="required", parallel=False)
+
+    def allowed(words: str, box: Toolbox = box) -> bool:
+        words = words.replace("｜DSML｜", MARK) if control else words
+        return Walk(compiler, text, box.grammar()).takes(words)
+
+    city, unit = parameter("city", 'Ro"me\n</b> {'), parameter("unit", "kelvin")
+    whole = dsml(city, unit, parameter("days", "3", "false"), PLACE)
+    assert allowed(f"I look.\n\n{whole}") and allowed(whole, required) and allowed(f"\n\n{whole}", required)
+    assert allowed(dsml(city, unit, parameter("code", '"AB"', "false"), PLACE))
+    assert allowed(dsml("\n", name="clock"), required)
+    for wrong in (
+        dsml(unit, PLACE),
+        dsml(city, parameter("unit", "rankine"), PLACE),
+        dsml(city, unit, parameter("days", "10", "false"), PLACE),
+        dsml(city, unit, parameter("code", '"abc"', "false"), PLACE),
+        dsml(city, unit, PLACE.replace("1", '"1"')),
+        dsml(city, unit, parameter("town", "x"), PLACE),
+    ):
+        assert not allowed(wrong), wrong
+    assert not allowed(dsml("\n", name="other"), required)
+    assert allowed("Just text < with { it.") and not allowed("Just text", required)
+    read = parsed(box, f"I look.\n\n{whole}")
+    assert read.text == "I look."
+    assert json.loads(read.calls[0].arguments) == {
+        "city": 'Ro"me\n</b> {', "unit": "kelvin", "days": 3, "place": {"x": 1},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "minProperties": 1},
+        *(
+            pytest.param({"type": "object", "properties": properties}, marks=pytest.mark.slow)
+            for properties in (
+                {"a>b": {"type": "integer"}},
+                {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}},
+            )
+        ),
+    ],
+)
+def test_arguments_without_a_form_in_dsml_are_one_object(
+    compiler: GuidanceCompiler, text: TextModel, schema: dict[str, Any]
+) -> None:
+    name = "a>b" if "a>b" in schema.get("properties", {}) else "a"
+    for marks in ((), (("｜DSML｜", text.token_id(MARK)),)):
+        tools = (Tool("go", None, schema, strict=True),)
+        box = Toolbox(tools, FORMATS["deepseek_v32"], control=marks)  # type: ignore[arg-type]
+        good, bad = (dsml(f'{{"{name}": {value}}}\n') for value in (1, '"x"'))
+        for words, right in ((f"So: {good}", True), (f"So: {bad}", False)):
+            written = words.replace("｜DSML｜", MARK) if marks else words
+            assert Walk(compiler, text, box.grammar()).takes(written) is right
+        assert json.loads(parsed(box, good).calls[0].arguments) == {name: 1}

@@ -1,4 +1,5 @@
-"""Calls that are not JSON: Python lists (Llama 4) and tags (GLM-4.5); and those of Command-R, EXAONE 4 and Llama 4."""
+"""Calls that are not JSON: Python (Llama 4, LFM2, OLMo 3) and tags (GLM-4.5); and formats that differ in what stands
+around JSON: Command-R, EXAONE 4, Hunyuan, Nemotron, Phi-4-mini, xLAM, GLM-4."""
 
 from __future__ import annotations
 
@@ -77,6 +78,54 @@ CASES: list[tuple[FormatName, str, str, list[tuple[str, dict[str, object]]]]] = 
     ("lfm2", "<|tool_call_start|> [", "<|tool_call_start|> [", []),
     ("lfm2", "[now()]", "[now()]", []),
     (
+        "olmo3",
+        """Let me see.
+<function_calls>
+get_weather(city="a\\n</function_calls> (b", days=-3)
+now()
+db.find(q={'a': [1, true,
+  None]})
+</function_calls>Done.""",
+        "Let me see.Done.",
+        [
+            ("get_weather", {"city": "a\n</function_calls> (b", "days": -3}),
+            ("now", {}),
+            ("db.find", {"q": {"a": [1, True, None]}}),
+        ],
+    ),
+    ("olmo3", "<function_calls>now(), now()</function_calls>", "", [("now", {}), ("now", {})]),
+    ("olmo3", "<function_calls>[now(x=1)]</function_calls> So.", " So.", [("now", {"x": 1})]),
+    ("olmo3", '<function_calls>{"name": "now", "arguments": {}}</function_calls>', "", [("now", {})]),
+    ("olmo3", "<function_calls>other()</function_calls>", "<function_calls>other()</function_calls>", []),
+    ("olmo3", "<function_calls>now(</function_calls>)", "<function_calls>now(</function_calls>)", []),
+    ("olmo3", "<function_calls>now()\nx = 1</function_calls>", "<function_calls>now()\nx = 1</function_calls>", []),
+    ("olmo3", "<function_calls>now()\n", "<function_calls>now()\n", []),
+    ("hunyuan", '<tool_calls>[{"name": "get_weather", "arguments": {"city": "</tool_calls>"}}, {"name": "now", '
+     '"arguments": {}}]</tool_calls>\n', "", [("get_weather", {"city": "</tool_calls>"}), ("now", {})]),
+    ("hunyuan", 'So. <tool_calls>\n{"name": "now", "arguments": {}}\n{"name": "now"}\n</tool_calls>Ok', "So.Ok",
+     [("now", {}), ("now", {})]),
+    ("hunyuan", '<tool_calls>[{"name": now}]</tool_calls>', '<tool_calls>[{"name": now}]</tool_calls>', []),
+    ("nemotron", 'I look.\n<TOOLCALL>[{"name": "now", "arguments": {"a": "]"}}]</TOOLCALL>', "I look.",
+     [("now", {"a": "]"})]),
+    ("nemotron", "<TOOLCALL>[now]</TOOLCALL>", "<TOOLCALL>[now]</TOOLCALL>", []),
+    ("functools", 'functools[{"name": "now", "arguments": {}}]', "", [("now", {})]),
+    ("phi4", 'functools[{"name": "now", "arguments": {}}, {"name": "now"}]', "", [("now", {}), ("now", {})]),
+    ("phi4", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", [("now", {})]),
+    ("phi4", "Use functools.reduce or functools[0]", "Use functools.reduce or functools[0]", []),
+    ("xlam", '[{"name": "get_weather", "arguments": {"city": "a"}}, {"name": "now", "arguments": {}}]', "",
+     [("get_weather", {"city": "a"}), ("now", {})]),
+    ("xlam", 'Ok. <tool_call>[{"name": "now", "arguments": {}}]</tool_call>', "Ok.", [("now", {})]),
+    ("xlam", '[{"name": "other"}] [1]', '[{"name": "other"}] [1]', []),
+    ("xlam", "[1, 2]", "[1, 2]", []),
+    ("glm4", '\nget_weather\n{"city": "a\\"}"}\n', "", [("get_weather", {"city": 'a"}'})]),
+    ("glm4", 'db.find \n{"a": {}}\nnow\n{} Done.', " Done.", [("db.find", {"a": {}}), ("now", {})]),
+    ("glm4", 'now\n{"a": 1}<|assistant|>now\n{}', "", [("now", {"a": 1}), ("now", {})]),
+    ("glm4", '{"name": "now", "parameters": {}}', "", [("now", {})]),
+    ("glm4", 'nowhere\n{"a": 1}', 'nowhere\n{"a": 1}', []),
+    ("glm4", "now is the time\n{}", "now is the time\n{}", []),
+    ("glm4", 'Say: now\n{"a": 1}', 'Say: now\n{"a": 1}', []),
+    ("glm4", "now\n", "now\n", []),
+    (
         "cohere",
         'I will look.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
         '"parameters": {"city": "Oslo"}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'
@@ -100,7 +149,7 @@ CASES: list[tuple[FormatName, str, str, list[tuple[str, dict[str, object]]]]] = 
 
 
 @pytest.mark.parametrize(("name", "text", "said", "calls"), CASES)
-@pytest.mark.parametrize("size", [0, 1, 2, 7])
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7])
 def test_calls_are_the_same_however_the_text_is_split(
     name: FormatName, text: str, said: str, calls: list[tuple[str, dict[str, object]]], size: int
 ) -> None:
@@ -117,6 +166,15 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("<|header_start|>assistant<|header_end|>").name == "pythonic"
     assert detect("List of tools: <|tool_list_start|>[").name == detect("List of tools: [").name == "lfm2"
     assert detect("<|start_header_id|> <|python_tag|>").name == "llama3"
+    assert detect("write [func_name1(params_name1=params_value1), func_name2(params)]").name == "pythonic"
+    assert detect("within <function_calls></function_calls>").name == "olmo3"
+    assert detect("format <tool_calls>[{...}]</tool_calls>").name == "hunyuan"
+    assert detect("<tool_calls> <tool_call>f<tool_sep>").name != "hunyuan"
+    assert detect("'<TOOLCALL>[' <AVAILABLE_TOOLS>").name == "nemotron"
+    assert detect("formatted as functools[{...}]").name == "functools"
+    assert detect('in a single JSON array: [{"name": "tool_call_name", ...').name == "xlam"
+    assert detect("<|system|>\n# \u53ef\u7528\u5de5\u5177").name == "glm4"
+    assert detect("<\uff5cDSML\uff5ctool_calls>").name != "deepseek_v32"
 
 
 def test_a_huge_or_deep_list_is_text() -> None:
@@ -126,7 +184,7 @@ def test_a_huge_or_deep_list_is_text() -> None:
     assert parse("pythonic", long).text == long
 
 
-@pytest.mark.parametrize("name", ["glm45", "pythonic", "cohere", "command_r"])
+@pytest.mark.parametrize("name", ["glm45", "pythonic", "cohere", "command_r", "olmo3", "glm4"])
 def test_what_a_grammar_holds_can_be_read(name: FormatName) -> None:
     """Forced calls are JSON in any format: what the history writes is what the parser reads."""
     from penstock.tools.prompt import written

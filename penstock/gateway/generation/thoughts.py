@@ -49,10 +49,12 @@ BUDGETS = (
     *("thinking_budget_tokens", "reasoning_budget"),
 )
 """The last two are llama.cpp's, with -1 for the default of the server."""
+BUDGET = "thinking_budget"
+"""The variable by which Seed-OSS is told how many tokens it may think for; the engine keeps to them in any case."""
 _FOR_TEMPLATES = (("reasoning", "summary"), ("reasoning", "generate_summary"), ("thinking", "clear_thinking"))
 """Fields that only some templates have a variable for."""
 PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *BUDGETS)
-_MESSAGE_FIELDS = ("reasoning_content", ".thinking", "'thinking'")
+_MESSAGE_FIELDS = ("reasoning_content", "message.reasoning", ".thinking", "'thinking'")
 """How chat templates name the thought of a message."""
 _BEGIN_SPACES = ("", "\n", "\n\n", " ")
 """White space that models put before the beginning of a thought."""
@@ -133,7 +135,7 @@ def plan(exchange: Exchange, request: ChatRequest, model: ServedModel) -> tuple[
     if any(map(thought_of, request.messages)) and not any(name in source for name in _MESSAGE_FIELDS):
         exchange.ignored.append("messages.reasoning_content")
     style = style_of(model, request.chat_template or "")
-    if not wanted.names:
+    if not wanted.names and (model.thinking_budget is None or BUDGET not in source):
         return request, None if style is None else Plan(style, model.thinking_budget)
     template = model.text.other_template(request.chat_template) if request.chat_template else None
     names = model.text.template_names if template is None else template.names
@@ -145,13 +147,15 @@ def plan(exchange: Exchange, request: ChatRequest, model: ServedModel) -> tuple[
             told[field] = value
         elif value is not None:
             unused.append(f"{parameter}.{field}")
+    if style is not None and budget is None and wanted.effort is None:
+        budget = model.thinking_budget
+    if style is not None and budget is not None and BUDGET in names:
+        told[BUDGET] = budget
     if told:
         kwargs = {**told, **(request.chat_template_kwargs or {})}
         request = msgspec.structs.replace(request, chat_template_kwargs=kwargs)
     if style is not None:
         exchange.ignored += unused
-        if budget is None and wanted.effort is None:
-            budget = model.thinking_budget
         return request, Plan(style, budget)
     for name in wanted.names:
         # What cannot think need not be told not to.
@@ -246,7 +250,7 @@ def with_thought(params: SamplingParams, plan: Plan, found: ThoughtReading) -> S
     return replace(
         params,
         thought=Thought(
-            end=tuple(dict.fromkeys(ids for mark in style.end for ids in _spellings(text, mark))),
+            end=tuple(dict.fromkeys(ids for mark in style.end for ids in _spellings(text, mark + style.header))),
             begin=() if found.state == "thinking" else tuple(begins),
             close=_ids(text, f"{style.before_end}{end}{style.after_end}{style.answer_begin}"),
             budget=plan.budget,

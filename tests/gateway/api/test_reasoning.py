@@ -192,6 +192,30 @@ async def test_budgets_by_every_name(serving: Serving, opens: TextModel) -> None
             assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
 
 
+async def test_a_template_may_ask_for_the_budget(serving: Serving, tmp_path: Path) -> None:
+    """Seed-OSS is told how much it may think, and closes the thought in the prompt if that is nothing."""
+    seed = TURNS + (
+        "{% if thinking_budget is not defined %}{% set thinking_budget = -1 %}{% endif %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ thinking_budget }}"
+        "{% if thinking_budget == 0 %}<seed:think></seed:think>{% endif %}{% endif %}"
+    )
+    text = model(tmp_path, "<seed:think>", "</seed:think>", template=seed)
+    for default, asked, shown, budget in (
+        (None, {}, "-1", None),
+        (None, {"reasoning_effort": "low"}, "1024", 1024),
+        (None, {"reasoning": {"max_tokens": 7}}, "7", 7),
+        (None, {"thinking_budget": 7, "chat_template_kwargs": {"thinking_budget": 9}}, "9", 7),
+        (None, {"enable_thinking": False}, "0<seed:think></seed:think>", None),
+        (99, {}, "99", 99),
+    ):
+        async with serving(scripted(text, "Yes."), text=text, served={"thinking_budget": default}) as running:
+            reply = await running.chat(**asked)
+            assert reply.json()["choices"][0]["message"]["content"] == "Yes."
+            assert prompt_of(running, text).endswith(f"<|assistant|>{shown}")
+            thought = running.engine.seen[-1].params.thought
+            assert (None if thought is None else thought.budget) == budget
+
+
 async def test_what_has_no_effect_is_named(serving: Serving, opens: TextModel, tmp_path: Path) -> None:
     async with serving(scripted(opens, SAID), text=opens) as running:
         for asked, named in (
