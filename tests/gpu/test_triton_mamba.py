@@ -68,8 +68,8 @@ class Case:
 
 
 def batch_of(runs: list[Run]) -> AttentionBatch:
-    """Decodes come first, and draft tokens count as decodes. No run may write what another one reads or writes: which of
-    them is first nobody knows."""
+    """Decodes come first, and draft tokens count as decodes. No run may write what another one reads or writes: nobody
+    knows which of them is first."""
     for run in runs:
         others = {slot for other in runs if other is not run for slot in (other.read, *other.writes)}
         assert others.isdisjoint({*run.writes} - {0}), f"{run} writes a slot of another run"
