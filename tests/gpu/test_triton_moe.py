@@ -113,12 +113,14 @@ def test_routing_by_sigmoid_groups_and_correction_equals_the_router() -> None:
             bias = rand(experts, dtype=torch.float32, scale=0.1) if biased else None
             score = "best_two" if best_two else "best"
             with poisoned_outputs():
-                choice = Choice(top_k, normalize, scoring == "sigmoid", bias, groups, top_groups, best_two, 2.5)
+                more = 0.3 if biased else 1e-20
+                choice = Choice(top_k, normalize, scoring == "sigmoid", bias, groups, top_groups, best_two, 2.5, more)
                 weights, chosen = moe_route.route(logits, choice)
             if MODE == "compile":
                 continue
             router = Router(
                 lambda x: x, top_k, normalize, scoring, bias, groups, top_groups, score, 2.5,  # type: ignore[arg-type]
+                total_eps=more,
             )  # fmt: skip
             want, expected = router(logits)
             name = f"{experts} {scoring} {score}"

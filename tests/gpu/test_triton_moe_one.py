@@ -144,7 +144,7 @@ def test_the_first_product_makes_the_choice() -> None:
             logits = rand(1, experts)
             if tied and MODE != "compile":
                 logits = logits.round()
-            choice = Choice(top_k, normalize, sigmoid, scale=1.5)
+            choice = Choice(top_k, normalize, sigmoid, scale=1.5, total_eps=0.3 if tied else 1e-6)
             with poisoned_outputs():
                 weights = torch.empty(1, top_k, device=DEVICE)
                 chosen = torch.empty(1, top_k, dtype=torch.int32, device=DEVICE)

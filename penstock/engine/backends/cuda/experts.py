@@ -38,7 +38,6 @@ from penstock.engine.models.layers.experts import (
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.model_config import SMALL_TOTAL
 
 _COUNTERS = 1024
 """Arrival counters of a layer: for each token, or for every 16 outputs."""
@@ -80,12 +79,7 @@ class GroupedExpertMlp:
     @property
     def fuses(self) -> bool:
         """See `FusedFeedForward`."""
-        return self.takes_one and _is_dense(self.router.linear) and self._routed_here
-
-    @property
-    def _routed_here(self) -> bool:
-        """Whether the kernels choose as the router does: they know one number to add to sums of scores."""
-        return self.router.total_eps == SMALL_TOTAL
+        return self.takes_one and _is_dense(self.router.linear)
 
     @property
     def takes_one(self) -> bool:
@@ -125,9 +119,6 @@ class GroupedExpertMlp:
         return 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._routed_here:
-            weights, chosen = self.router(x)
-            return weights, chosen.int()
         linear: Any = self.router.linear
         if _is_dense(linear) and 0 < len(x) <= max(FEW, min(64, _MOST_SCORES // len(linear.weight))):
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
@@ -198,6 +189,7 @@ def choice_of(router: Router) -> Choice:
         top_groups=router.top_groups,
         best_two=router.group_score == "best_two",
         scale=router.scale,
+        total_eps=router.total_eps,
     )
 
 

@@ -50,7 +50,7 @@ def totals(
     x: gl.tensor,
     place: gl.tensor,
     TOP_K: gl.constexpr,
-    NORMALIZE: gl.constexpr,
+    ADDED: gl.constexpr,
     SIGMOID: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
     """What the weights of experts are in proportion to, and what they are divided by; see `moe_route`."""
@@ -60,10 +60,8 @@ def totals(
     else:
         p = gl.exp(x - gl.max(x, axis=0))
         total = gl.sum(p, axis=0)
-    if NORMALIZE:
-        total = gl.sum(gl.where(place < TOP_K, p, 0.0), axis=0)
-        if SIGMOID:
-            total += 1e-20
+    if ADDED is not None:
+        total = gl.sum(gl.where(place < TOP_K, p, 0.0), axis=0) + ADDED
     return p, total
 
 

@@ -130,7 +130,7 @@ def _ranks(x: tl.tensor, logits_ptr: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _weight_at(
-    place: tl.tensor, x: tl.tensor, ranks: tl.tensor, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    place: tl.tensor, x: tl.tensor, ranks: tl.tensor, TOP_K: tl.constexpr, ADDED: tl.constexpr,
     SIGMOID: tl.constexpr, SCALE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The weight of the expert at `place`; see `moe_route`."""
@@ -140,10 +140,8 @@ def _weight_at(
     else:
         p = tl.exp(x - tl.max(x, axis=0))
         total = tl.sum(p, axis=0)
-    if NORMALIZE:
-        total = tl.sum(tl.where(ranks < TOP_K, p, 0.0), axis=0)
-        if SIGMOID:
-            total += 1e-20
+    if ADDED is not None:
+        total = tl.sum(tl.where(ranks < TOP_K, p, 0.0), axis=0) + ADDED
     return tl.sum(tl.where(ranks == place, p, 0.0), axis=0) / total * SCALE
 
 
@@ -167,7 +165,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     CHOOSES: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    ADDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     SCALE: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -223,7 +221,7 @@ def _gate_up_kernel(
         if (pid - FIRST) % BLOCKS == 0:
             # For what comes next.
             tl.store(chosen_ptr + visit, expert.to(tl.int32))
-            tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE))
+            tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, ADDED, SIGMOID, SCALE))
     gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
     up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
     if SCALED:
@@ -231,7 +229,7 @@ def _gate_up_kernel(
         up *= tl.load(scale_ptr + row + WIDTH)
     if WEIGHTED:
         if CHOOSES:
-            weight = _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE)
+            weight = _weight_at(visit, scores, ranks, TOP_K, ADDED, SIGMOID, SCALE)
         else:
             weight = tl.load(route_ptr + visit)
         gate *= weight
@@ -364,7 +362,7 @@ def gate_up(
         BLOCK_K=shape.block_k,
         CHOOSES=choice is not None,
         BLOCK_E=next_power_of_2(experts),
-        NORMALIZE=choice is not None and choice.normalize,
+        ADDED=None if choice is None else choice.added,
         SIGMOID=choice is not None and choice.sigmoid,
         SCALE=1.0 if choice is None else choice.scale,
         WEIGHTED=visits.on_inputs,

@@ -22,6 +22,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.models.model_config import SMALL_TOTAL
 
 _LEFT_OUT = tl.constexpr(-3.0e38)
 """Score of an expert in a group that was not chosen: taken when nothing else is left."""
@@ -39,6 +40,14 @@ class Choice:
     top_groups: int = 1
     best_two: bool = False
     scale: float = 1.0
+    total_eps: float = SMALL_TOTAL
+
+    @property
+    def added(self) -> float | None:
+        """What is added to the sum that weights are divided by; None: they are not."""
+        if not self.normalize:
+            return None
+        return self.total_eps if self.sigmoid else 0.0
 
     def options(self, experts: int) -> dict[str, Any]:
         return {
@@ -46,7 +55,7 @@ class Choice:
             "BLOCK": next_power_of_2(experts),
             "TOP_K": self.top_k,
             "TOP_BLOCK": next_power_of_2(self.top_k),
-            "NORMALIZE": self.normalize,
+            "ADDED": self.added,
             "SIGMOID": self.sigmoid,
             "BIAS": self.bias is not None,
             "GROUPS": self.groups,
@@ -75,7 +84,7 @@ def _choose(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    ADDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -128,9 +137,7 @@ def _choose(
         best = tl.where(i == turn, weight, best)
         chosen = tl.where(i == turn, expert, chosen)
         left = tl.where(e == expert, float("-inf"), left)
-    total = tl.sum(best, axis=0) if NORMALIZE else whole
-    if SIGMOID and NORMALIZE:
-        total += 1e-20
+    total = whole if ADDED is None else tl.sum(best, axis=0) + ADDED
     tl.store(weights_ptr + row * TOP_K + i, best / total * SCALE, mask=i < TOP_K)
     tl.store(experts_ptr + row * TOP_K + i, chosen, mask=i < TOP_K)
 
@@ -146,7 +153,7 @@ def _route_kernel(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    ADDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -163,7 +170,7 @@ def _route_kernel(
     x = tl.load(logits_ptr + row * stride + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
     _choose(
         x, row, bias_ptr, weights_ptr, experts_ptr,
-        EXPERTS, BLOCK, TOP_K, TOP_BLOCK, NORMALIZE, SIGMOID, BIAS, GROUPS, GROUP_BLOCK, TOP_GROUPS, BEST_TWO, SCALE,
+        EXPERTS, BLOCK, TOP_K, TOP_BLOCK, ADDED, SIGMOID, BIAS, GROUPS, GROUP_BLOCK, TOP_GROUPS, BEST_TWO, SCALE,
     )  # fmt: skip
 
 
@@ -257,7 +264,7 @@ def _score_kernel(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    ADDED: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -313,7 +320,7 @@ def _score_kernel(
             every = tl.load(logits_ptr + row * EXPERTS + e, mask=e < EXPERTS, other=float("-inf"))
             _choose(
                 every, row, bias_ptr, weights_ptr, experts_ptr,
-                EXPERTS, BLOCK, TOP_K, TOP_BLOCK, NORMALIZE, SIGMOID, BIAS,
+                EXPERTS, BLOCK, TOP_K, TOP_BLOCK, ADDED, SIGMOID, BIAS,
                 GROUPS, GROUP_BLOCK, TOP_GROUPS, BEST_TWO, SCALE,
             )  # fmt: skip
 

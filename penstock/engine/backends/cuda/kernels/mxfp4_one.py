@@ -205,7 +205,7 @@ def _one_kernel(
     RESIDUAL: gl.constexpr,
     CHOOSES: gl.constexpr,
     BLOCK_E: gl.constexpr,
-    NORMALIZE: gl.constexpr,
+    ADDED: gl.constexpr,
     SIGMOID: gl.constexpr,
     SCALE: gl.constexpr,
     PDL: gl.constexpr,
@@ -302,7 +302,7 @@ def _one_kernel(
         if BIASED:
             out_bias = gl.where((warp_s % SHARES == 0)[:, None], gl.load(down_bias_ptr + from_at).to(gl.float32), 0.0)
         if CHOOSES:
-            p, whole = totals(scores, places, TOP_K, NORMALIZE, SIGMOID)
+            p, whole = totals(scores, places, TOP_K, ADDED, SIGMOID)
             route = ()
             for i in gl.static_range(TOP_K):
                 route = route + (gl.sum(gl.where(places == i, p, 0.0), axis=0) / whole * SCALE,)  # type: ignore[assignment]
@@ -430,7 +430,7 @@ def experts_of_one(
         RESIDUAL=residual is not None,
         CHOOSES=choice is not None,
         BLOCK_E=next_power_of_2(experts),
-        NORMALIZE=choice is not None and choice.normalize,
+        ADDED=None if choice is None else choice.added,
         SIGMOID=choice is not None and choice.sigmoid,
         SCALE=1.0 if choice is None else choice.scale,
         num_warps=warps,
