@@ -13,6 +13,7 @@ from typing import Any
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
+from penstock.engine.models.families.wrappers import decoder_keys
 from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
@@ -114,8 +115,8 @@ def _mamba(mamba: MambaConfig) -> Mamba:
 
 def _decoder(raw: Config) -> Config:
     """The decoder's keys, which multimodal models have one level down."""
-    inner = raw.get("text_config")
-    if isinstance(inner, Mapping) and "num_hidden_layers" not in raw:
+    inner = decoder_keys(raw)
+    if inner is not raw and "num_hidden_layers" not in raw:
         return {"tie_word_embeddings": raw.get("tie_word_embeddings", False), **inner}
     return raw
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
-from penstock.engine.loading.expert_stacks import with_stacks
 from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import join_latent_parts, origins, raw_of
@@ -26,6 +25,7 @@ from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
 from penstock.engine.loading.stacked_experts import StackedExperts
+from penstock.engine.loading.text_experts import as_family
 from penstock.engine.models.families import FAMILIES, text_config
 from penstock.errors import CheckpointError
 
@@ -61,7 +61,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
         return read_quantized(folder)
-    checkpoint = read_quantized(with_stacks(folder, family.names))
+    checkpoint = read_quantized(as_family(folder, family.names))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 

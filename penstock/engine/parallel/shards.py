@@ -32,6 +32,7 @@ from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
+from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.weights import Weights
@@ -130,9 +131,9 @@ class Cuts:
                 self._names[name] = name
             elif self.layers[0] <= int(found[2]) < self.layers[1]:
                 self._names[f"{found[1]}{int(found[2]) - self.layers[0]}{found[3]}"] = name
-        stored = [self._names.pop(name) for name in (HEAD, f"language_model.{HEAD}") if name in self._names]
+        stored = [self._names.pop(name) for name in map("{}.weight".format, HEADS) if name in self._names]
         if not stored and model.tied_embeddings:
-            stored = [name for name in self._names if name.endswith(f"{tensors.embedding}.weight")]
+            stored = [f"{prefix_of(self._names, tensors)}{tensors.embedding}.weight"]
         if stored:
             self._names[HEAD] = stored[0]
 

@@ -220,8 +220,6 @@ class Family:
     """Added to norm weights when they are read: Gemma stores them minus one (GGUF files do not)."""
     names: TensorNames = LLAMA_NAMES
     gguf: GGUFFormat
-    multimodal_type: str = ""
-    """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
     reference: str = ""
     """The `model_type` whose class the reference reads such files with, where it is another."""
     architecture: Callable[[], Architecture] | None = None

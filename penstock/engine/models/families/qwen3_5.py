@@ -58,7 +58,6 @@ QWEN3_5 = Family(
         delta_nets="tiled",
         tensors=GGUF_TENSORS,
     ),
-    multimodal_type="qwen3_5",
     architecture=hybrid_architecture,
 )
 
@@ -79,6 +78,5 @@ QWEN3_5_MOE = Family(
         delta_nets="tiled",
         tensors=GGUF_TENSORS,
     ),
-    multimodal_type="qwen3_5_moe",
     architecture=hybrid_architecture,
 )
