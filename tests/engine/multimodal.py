@@ -44,13 +44,16 @@ TEXT_TYPES: dict[str, dict[str, Any]] = {
 
 _VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14, "head_dim": 16, "depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 1,
+    "patch_size": 14, "head_dim": 16, "depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 1.0,
     "out_hidden_size": 64, "num_position_embeddings": 4, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
     "projection_dim": 32, "num_patches": 4,
 }  # fmt: skip
 _CLIP = {**_VISION, "model_type": "clip_vision_model"}
 _SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral"}
+_RADIO = {**_VISION, "model_type": "radio", "video_temporal_patch_size": 2}
+
+_GRANITE = {"vision_config": {**_CLIP, "hidden_size": 64, "num_attention_heads": 1}, "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"}
 
 
 def _text(family: str) -> dict[str, Any]:
@@ -77,9 +80,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm46v-moe": ("glm46v", {**TEXT_TYPES["glm4v_moe_text"], "model_type": "glm4v_moe_text"}, {}),
     "glm_ocr": ("glm_ocr", TEXT_TYPES["glm_ocr_text"], {}),
     "internvl": ("internvl", _text("qwen3-qknorm"), {}),
+    "internvl-qwen3_moe": ("internvl", _text("qwen3-moe"), {}),
     "internvl-gpt_oss": ("internvl", _text("gpt-oss"), {"tie_word_embeddings": False}),
     "llava": ("llava", _text("llama-gqa"), {"vision_config": _CLIP}),
-    "llava-gemma2": ("llava", _text("gemma2"), {"vision_config": _CLIP}),
+    "llava-gemma2": ("llava", {**_text("gemma2"), "tie_word_embeddings": False}, {"vision_config": _CLIP}),
     "llava_next": ("llava_next", _text("mistral-window"), {"vision_config": _CLIP}),
     "llava_next-granite": ("llava_next", _text("granite"), {"vision_config": _CLIP}),
     "llava_next_video": ("llava_next_video", _text("llama-gqa"), {"vision_config": _CLIP}),
@@ -92,7 +96,6 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "idefics2": ("idefics2", _text("mistral-window"), {}),
     "idefics3": ("idefics3", _text("llama-gqa"), {}),
     "smolvlm": ("smolvlm", _text("llama-gqa"), {}),
-    "perception_lm": ("perception_lm", _text("llama-gqa"), {}),
     "deepseek_vl": ("deepseek_vl", _text("llama-gqa"), {"vision_config": _SIGLIP}),
     "deepseek_vl_hybrid": ("deepseek_vl_hybrid", _text("llama-gqa"), {"vision_config": _SIGLIP}),
     "janus": ("janus", _text("llama-gqa"), {}),
@@ -105,10 +108,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cohere2_vision": ("cohere2_vision", _text("cohere2"), {"vision_config": _SIGLIP}),
     "lfm2_vl": ("lfm2_vl", _text("lfm2"), {}),
     "exaone4_5": ("exaone4_5", _text("exaone4"), {}),
-    "nemotron_h_omni": ("nemotron_h_omni", _text("nemotron-h"), {}),
-    "gemma3": ("gemma3", _text("gemma3-two-ropes"), {"vision_config": _SIGLIP}),
+    "nemotron_h_omni": ("nemotron_h_omni", _text("nemotron-h"), {"vision_config": _RADIO}),
+    "gemma3": ("gemma3", _text("gemma3-two-ropes"), {"vision_config": _SIGLIP, "tie_word_embeddings": False}),
     "llama4": ("llama4", _text("llama4"), {}),
-    "granite4_vision": ("granite4_vision", TEXT_TYPES["granite4_vision_text"], {"vision_config": _CLIP}),
+    "granite4_vision": ("granite4_vision", TEXT_TYPES["granite4_vision_text"], _GRANITE),
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe", TEXT_TYPES["ernie4_5_vl_moe_text"], {}),
     "paddleocr_vl": ("paddleocr_vl", TEXT_TYPES["paddleocr_vl_text"], {}),
     "hunyuan_vl": ("hunyuan_vl", TEXT_TYPES["hunyuan_vl_text"], {}),

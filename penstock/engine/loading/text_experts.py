@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.loading.expert_stacks import with_stacks
+from penstock.engine.loading.expert_stacks import stacks_among, with_stacks
 from penstock.engine.models.families import TEXT_TYPES, decoder_type
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 
-_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_PARTS = ("gate_up_proj", "down_proj")
 _ROUTER, _CORRECTION = ".mlp.gate.weight", ".moe_statics.e_score_correction_bias"
 _OF_IMAGES = ".mlp.gate.weight_1"
 
@@ -54,7 +54,8 @@ class EitherWayStacks:
     def __init__(self, inner: Any, keys: Mapping[str, Any]) -> None:
         self.inner = inner
         self.config: dict[str, Any] = inner.config
-        self._ends = {_STACKS[0]: keys.get("hidden_size"), _STACKS[1]: keys.get("moe_intermediate_size")}
+        widths = (keys.get("hidden_size"), keys.get("moe_intermediate_size"))
+        self._ends = {f".experts.{part}": width for part, width in zip(_PARTS, widths, strict=True)}
         """How wide the last axis of each stack is, where it has that of inputs."""
 
     def names(self) -> Collection[str]:
@@ -63,7 +64,7 @@ class EitherWayStacks:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         found: Tensor = self.inner.tensor(name, device)
-        width = next((width for end, width in self._ends.items() if name.endswith(f".{end}")), None)
+        width = next((width for end, width in self._ends.items() if name.endswith(end)), None)
         if width is None or found.dim() != 3 or found.shape[2] == width:
             return found
         return found.transpose(1, 2)
@@ -72,9 +73,11 @@ class EitherWayStacks:
 def as_family(checkpoint: Any, names: TensorNames) -> Any:
     """`checkpoint` with its experts under the names of a family's, `names`."""
     own = TEXT_TYPES.get(decoder_type(checkpoint.config))
+    stacked = replace(names, expert_stacks=tuple(f"{names.moe}experts.{part}" for part in _PARTS))
     if own is not None and own.text_experts:
         checkpoint = TextExperts(checkpoint)
     if own is not None and own.stacked_experts:
         checkpoint = EitherWayStacks(checkpoint, decoder_keys(checkpoint.config))
-        names = replace(names, expert_stacks=_STACKS)
-    return with_stacks(checkpoint, names)
+    # The reference takes stacks apart when it writes a decoder alone, but not of every decoder that is in a wrapper.
+    alike = names.expert_stacks is None and not names.stacked_experts and stacks_among(checkpoint.names(), stacked)
+    return with_stacks(checkpoint, stacked if alike else names)

@@ -48,6 +48,9 @@ class TextType:
         translated = self.translate(with_defaults(self.model_type, given, self.reads))
         known = reference_of(family.reference or family.model_type)
         kept = {key: value for key, value in translated.items() if key in known or key in family.reads}
+        heads = integer(translated, "num_attention_heads")
+        if kept.get("head_dim") is None:  # the family's class may have a size of its own
+            kept["head_dim"] = integer(translated, "hidden_size") // heads
         return {**kept, "model_type": family.model_type}
 
 
@@ -64,8 +67,10 @@ def _qwen2(keys: Keys) -> Keys:
     return _rope_type(keys, "mrope", "default")
 
 
-def _normalized(keys: Keys) -> Keys:
-    return {**keys, "norm_topk_prob": True}
+def _qwen3_vl_moe(keys: Keys) -> Keys:
+    """Its weights of experts always add up to one. Of the two names of their number the reference's newer one wins."""
+    experts = keys.get("num_local_experts", keys["num_experts"])
+    return {**keys, "num_experts": experts, "num_local_experts": experts, "norm_topk_prob": True}
 
 
 def _glm4v(keys: Keys) -> Keys:
@@ -117,6 +122,11 @@ def _three_sections(keys: Keys) -> Keys:
     return keys
 
 
+def _paddleocr(keys: Keys) -> Keys:
+    bias = keys.get("use_bias") or False
+    return {**keys, "attention_bias": bias, "mlp_bias": bias}
+
+
 def _hunyuan(keys: Keys) -> Keys:
     sections = rope_parameters(keys).get("mrope_section", rope_parameters(keys).get("xdrope_section"))
     if not sections:
@@ -136,8 +146,9 @@ TEXT_TYPES: dict[str, TextType] = {
         TextType(
             model_type="qwen3_vl_moe_text",
             family="qwen3_moe",
+            reads=frozenset({"num_local_experts"}),
             limits=_NO_WINDOW,
-            translate=_normalized,
+            translate=_qwen3_vl_moe,
             stacked_experts=True,
         ),
         TextType(model_type="qwen3_omni_moe_text", family="qwen3_moe", limits=_NO_WINDOW),
@@ -152,7 +163,9 @@ TEXT_TYPES: dict[str, TextType] = {
             translate=_ernie,
             text_experts=True,
         ),
-        TextType(model_type="paddleocr_vl_text", family="ernie4_5"),
+        TextType(
+            model_type="paddleocr_vl_text", family="llama", reads=frozenset({"use_bias"}), translate=_paddleocr
+        ),
         TextType(model_type="hunyuan_vl_text", family="hunyuan_v1_dense", translate=_hunyuan),
     )
 }
