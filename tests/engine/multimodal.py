@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from tests.engine.tiny import COMMON, FAMILIES
@@ -44,14 +46,14 @@ TEXT_TYPES: dict[str, dict[str, Any]] = {
 
 _VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14, "head_dim": 16, "depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 1.0,
+    "patch_size": 14, "head_dim": 16, "depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 1,
     "out_hidden_size": 64, "num_position_embeddings": 4, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
     "projection_dim": 32, "num_patches": 4,
 }  # fmt: skip
 _CLIP = {**_VISION, "model_type": "clip_vision_model"}
 _SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral"}
-_RADIO = {**_VISION, "model_type": "radio", "video_temporal_patch_size": 2}
+_RADIO = {**_VISION, "mlp_ratio": 1.0, "model_type": "radio", "video_temporal_patch_size": 2}
 
 _GRANITE = {"vision_config": {**_CLIP, "hidden_size": 64, "num_attention_heads": 1}, "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"}
 
@@ -141,3 +143,21 @@ def tiny_model(name: str) -> Any:
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
     return found
+
+
+def saved(name: str, folder: Path) -> Any:
+    """The model, which is also written to `folder` under the names that are published."""
+    model = tiny_model(name)
+    model.save_pretrained(folder)
+    return model
+
+
+def write_as_named(model: Any, folder: Path, rename: Callable[[str], str] = str) -> Path:
+    """With the names that the reference has in its modules, or others, instead of those that it publishes."""
+    folder.mkdir(exist_ok=True)
+    model.config.save_pretrained(folder)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
+    if "lm_head.weight" in tensors and model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    save_file({rename(name): tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
