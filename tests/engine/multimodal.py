@@ -55,6 +55,11 @@ _SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral"}
 _RADIO = {**_VISION, "mlp_ratio": 1.0, "model_type": "radio", "video_temporal_patch_size": 2}
 
+_AUDIO = {
+    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64,
+    "downsample_hidden_size": 8, "num_mel_bins": 8, "max_source_positions": 16,
+}  # fmt: skip
+_OMNI = {"audio_config": _AUDIO}
 _GRANITE = {"vision_config": {**_CLIP, "hidden_size": 64, "num_attention_heads": 1}, "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"}
 
 
@@ -74,8 +79,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_vl": ("qwen3_vl", TEXT_TYPES["qwen3_vl_text"], {"tie_word_embeddings": True}),
     "qwen3_vl_moe": ("qwen3_vl_moe", TEXT_TYPES["qwen3_vl_moe_text"], {}),
-    "qwen2_5_omni": ("qwen2_5_omni_thinker", TEXT_TYPES["qwen2_5_omni_text"], {}),
-    "qwen3_omni_moe": ("qwen3_omni_moe_thinker", TEXT_TYPES["qwen3_omni_moe_text"], {}),
+    "qwen2_5_omni": ("qwen2_5_omni_thinker", TEXT_TYPES["qwen2_5_omni_text"], _OMNI),
+    "qwen3_omni_moe": ("qwen3_omni_moe_thinker", TEXT_TYPES["qwen3_omni_moe_text"], _OMNI),
     "glm4v": ("glm4v", TEXT_TYPES["glm4v_text"], {}),
     "glm4v_moe": ("glm4v_moe", TEXT_TYPES["glm4v_moe_text"], {}),
     "glm46v": ("glm46v", {**TEXT_TYPES["glm4v_text"], "model_type": "glm4v_text"}, {}),
@@ -121,11 +126,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """The wrapper, its decoder's keys, and others of its own."""
 
 
-def tiny_model(name: str) -> Any:
+def tiny_model(name: str, **changes: Any) -> Any:
+    """`changes`: to the decoder's keys."""
     kind, text, more = CHECKPOINTS[name]
-    shared = {key: value for key, value in COMMON.items() if key not in text}
     config = transformers.CONFIG_MAPPING[kind].from_dict(
-        {"text_config": {**shared, **text}, "vision_config": _VISION, "model_type": kind, **more}
+        {"text_config": {**COMMON, **text, **changes}, "vision_config": _VISION, "model_type": kind, **more}
     )
     torch.manual_seed(0)
     found = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind])(config).eval()
@@ -145,9 +150,9 @@ def tiny_model(name: str) -> Any:
     return found
 
 
-def saved(name: str, folder: Path) -> Any:
+def saved(name: str, folder: Path, **changes: Any) -> Any:
     """The model, which is also written to `folder` under the names that are published."""
-    model = tiny_model(name)
+    model = tiny_model(name, **changes)
     model.save_pretrained(folder)
     return model
 

@@ -139,3 +139,18 @@ def decoder_keys(raw: HFConfig) -> HFConfig:
     if inner is None or inner is raw:
         return raw
     return decoder_keys({**inner, "model_type": wrapper.decoder}) if wrapper.decoder in WRAPPERS else inner
+
+
+SENSES = frozenset({
+    "visual", "vision_tower", "vision_model", "vision_encoder", "vision_projection", "image_tower", "video_tower",
+    "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector", "connector", "projector", "aligner",
+    "resampler_model", "layerwise_projectors", "spatial_projectors", "visual_embeddings_table", "vqmodel",
+    "generation_aligner", "generation_embeddings", "generation_head", "high_res_vision_model", "high_res_vision_neck",
+    "high_res_vision_proj", "talker", "token2wav", "code2wav", "mlp1", "mlp_AR", "vit",
+})  # fmt: skip
+"""Modules that see, hear, draw or speak: nothing in them changes what is computed of text."""
+
+
+def senses(name: str) -> bool:
+    """Whether a tensor belongs to such a module, whatever its name begins with."""
+    return not SENSES.isdisjoint(name.split("."))
