@@ -35,6 +35,9 @@ HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
 NEXTN_KEY = "nextn_predict_layers"
 """Of GGUF files: how many of their layers are for multi-token prediction, behind the others."""
+AXES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
+"""Keys of GGUF files whose model also takes images: how frequencies are shared out between the axes of positions, which
+are all the same for text, and to how many layers something of an image is added."""
 MOST_LAYERS = 10_000
 """More than any model has; a damaged file must not fill memory with layers."""
 SILU = ("silu", "swish")

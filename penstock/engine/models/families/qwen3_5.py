@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, GGUFKeys, HFConfig, layer_count
+from penstock.engine.models.families.family import AXES, ConfigFields, Family, GGUFFormat, GGUFKeys, HFConfig, layer_count
 from penstock.engine.models.families.qwen3_next import (
     GGUF_EXPERTS,
     GGUF_READS,
@@ -36,10 +36,6 @@ def _moe_fields(raw: HFConfig) -> ConfigFields:
 
 def _moe_from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
     return hybrid_from_gguf(key, config) | experts_from_gguf(key)
-
-
-AXES = frozenset({"rope.dimension_sections"})
-"""Of positions in images; those of text are all the same."""
 
 
 QWEN3_5 = Family(
