@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock.engine.loading.gguf import GGUFFile, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf
-from penstock.engine.models.families.wrappers import decoder_keys
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.gguf_tokenizer import CONTROL, tokenizer_from_gguf

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
+from tests.engine.foreign import FOREIGN
 from tests.engine.tiny import COMMON, FAMILIES
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -69,6 +70,19 @@ def _text(family: str) -> dict[str, Any]:
     return {**changes, "model_type": getattr(transformers, name).model_type}
 
 
+def _foreign(name: str) -> dict[str, Any]:
+    """A decoder that runs through the library."""
+    config, changes = FOREIGN[name]
+    return {**changes, "model_type": getattr(transformers, config).model_type}
+
+
+QWEN4_EXP = {
+    **_EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
+THROUGH_LIBRARY = ("gemma4", "gemma4_unified", "llava-starcoder2", "internvl-vaultgemma")
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("qwen2_vl", TEXT_TYPES["qwen2_vl_text"], {}),
     "qwen2_5_vl": ("qwen2_5_vl", TEXT_TYPES["qwen2_5_vl_text"], {}),
@@ -122,6 +136,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe", TEXT_TYPES["ernie4_5_vl_moe_text"], {}),
     "paddleocr_vl": ("paddleocr_vl", TEXT_TYPES["paddleocr_vl_text"], {}),
     "hunyuan_vl": ("hunyuan_vl", TEXT_TYPES["hunyuan_vl_text"], {}),
+    "gemma4": ("gemma4", {**_foreign("gemma4_text-small"), "pad_token_id": 0}, {}),
+    "gemma4_unified": ("gemma4_unified", {**_foreign("gemma4_text-shared"), "pad_token_id": 0}, {}),
+    "llava-starcoder2": ("llava", _foreign("starcoder2"), {"vision_config": _CLIP}),
+    "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""
 

@@ -31,7 +31,7 @@ from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vector_tensors import Changed, VectorTensors
 from penstock.engine.adapters.vectors import SiteVectors
 from penstock.engine.adapters.visits import VisitChanges, changes_of
-from penstock.engine.models.families.wrappers import senses
+from penstock.engine.models.wrappers import senses
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")

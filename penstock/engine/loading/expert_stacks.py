@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.families.wrappers import decoder_keys
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 
 

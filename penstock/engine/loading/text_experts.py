@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.engine.loading.expert_stacks import stacks_among, with_stacks
 from penstock.engine.models.families import TEXT_TYPES, decoder_type
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.families.wrappers import decoder_keys
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 
 _PARTS = ("gate_up_proj", "down_proj")

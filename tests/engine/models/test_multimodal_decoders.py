@@ -11,14 +11,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES, TEXT_TYPES, WRAPPERS, decoder_type, read_config
 from penstock.engine.request import Request, SamplingParams
+from penstock.engine.models.wrappers import senses
 from penstock.errors import CheckpointError
 from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import drain, generate, greedy, make_engine
-from tests.engine.multimodal import CHECKPOINTS, saved, tiny_model, write_as_named
+from tests.engine.foreign import write_foreign
+from tests.engine.multimodal import CHECKPOINTS, QWEN4_EXP, THROUGH_LIBRARY, saved, tiny_model, write_as_named
 from tests.engine.quantization import layouts
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
 
@@ -125,6 +128,39 @@ def test_perception_lm(tmp_path: Path) -> None:
     assert Reference(text).agrees(PROMPT, got)
 
 
+@pytest.mark.slow
+def test_gemma3n(tmp_path: Path) -> None:
+    """By hand: the reference's vision part needs another library, which the decoder alone does not."""
+    text = write_foreign("gemma3n_text", tmp_path / "text")
+    config = {"model_type": "gemma3n", "text_config": _config(text)}
+    folder = _moved(text, tmp_path / "whole", config, lambda name: name.replace("model.", "model.language_model.", 1))
+    engine = make_engine(folder)
+    assert engine.info.runs_through == "transformers"
+    assert Reference(text).agrees(PROMPT, generate(engine, greedy("a", PROMPT, 12))["a"])
+
+
+@pytest.mark.slow
+def test_what_neither_we_nor_the_library_can_run_is_refused(tmp_path: Path) -> None:
+    config = transformers.Qwen4ExpConfig(text_config={**COMMON, **QWEN4_EXP})
+    transformers.Qwen4ExpForCausalLM(config.text_config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="layer 3 keeps a DynamicIndexedLayer"):
+        make_engine(tmp_path)
+    with pytest.raises(CheckpointError, match="internvl model around a molmo2_text decoder"):
+        read_config({"model_type": "internvl", "text_config": {"model_type": "molmo2_text"}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THROUGH_LIBRARY)
+def test_of_a_library_model_the_decoder_alone_is_read(name: str, tmp_path: Path) -> None:
+    """Its vision part takes no memory, and layers of it are not taken for the decoder's."""
+    saved(name, tmp_path)
+    engine = make_engine(tmp_path)
+    assert engine.info.runs_through == "transformers"
+    linears = [linear.name for linear in engine.runner.decoder.linears]  # type: ignore[attr-defined]
+    assert linears and not any(map(senses, linears))
+
+
 def test_the_thinker_of_an_omni_model(tmp_path: Path) -> None:
     """Two levels down, beside a talker with an embedding and layers of its own."""
     model = saved("qwen3_omni_moe", tmp_path / "thinker")
@@ -166,16 +202,23 @@ def test_tokens_that_stand_for_images_are_tokens_like_others(name: str, tmp_path
     assert logits.argmax(-1).tolist() == got
 
 
-@pytest.mark.parametrize("layout", ["gptq", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_weights_in_few_bits(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen2_5_vl", "gptq"),
+        pytest.param("qwen2_5_vl", "fp8", marks=pytest.mark.slow),
+        pytest.param("llava-starcoder2", "gptq", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_in_few_bits(name: str, layout: str, tmp_path: Path) -> None:
     """Matrices of the decoder alone are in few bits; what sees is left as it is."""
-    saved("qwen2_5_vl", tmp_path / "base")
+    model = saved(name, tmp_path / "base")
 
     def of_decoder(name: str) -> bool:
-        return layouts.is_linear(name) and not name.startswith("visual")
+        return layouts.is_linear(name) and not senses(name)
 
     few, same, _ = layouts.write(tmp_path / "base", layout, tmp_path, is_linear=of_decoder)
-    check(few, transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(same).eval(), tolerance=0.05)
+    check(few, type(model).from_pretrained(same).eval(), tolerance=0.05)
 
 
 def test_an_adapter_equals_merging_it(tmp_path: Path) -> None:
@@ -196,7 +239,7 @@ def test_wrappers_are_what_the_reference_says(kind: str) -> None:
     spec = cls.sub_configs_defaults[wrapper.key]
     assert spec.model_type == wrapper.decoder
     assert wrapper.fixed == (spec.config_class is not transformers.AutoConfig)
-    assert wrapper.decoder in {**FAMILIES, **TEXT_TYPES, **WRAPPERS}
+    assert wrapper.decoder in {**FAMILIES, **TEXT_TYPES, **WRAPPERS, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     if wrapper.flat:
         text = cls(hidden_size=48, vision_config={}).text_config
         assert text.hidden_size == 48

@@ -67,7 +67,7 @@ from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.text_types import TEXT_TYPES
-from penstock.engine.models.families.wrappers import PLAIN_HEAD, WRAPPERS, Wrapper
+from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS, Wrapper
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope

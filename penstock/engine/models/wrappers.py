@@ -8,6 +8,7 @@ decoder's own `model_type`, where the reference asks it. What the tensors are ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -110,6 +111,11 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="ernie4_5_vl_moe", decoder="ernie4_5_vl_moe_text", fixed=True),
         Wrapper(model_type="paddleocr_vl", decoder="paddleocr_vl_text", fixed=True, flat=True, tied_by="either"),
         Wrapper(model_type="hunyuan_vl", decoder="hunyuan_vl_text", fixed=True, flat=True, tied_by="either"),
+        # Around one that runs through transformers
+        Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
+        Wrapper(model_type="gemma4", decoder="gemma4_text", fixed=True, own_head=False),
+        Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
+        Wrapper(model_type="qwen4_exp", decoder="qwen4_exp_text", fixed=True),
         Wrapper(
             model_type="paligemma",
             decoder="gemma",
@@ -141,9 +147,22 @@ def decoder_keys(raw: HFConfig) -> HFConfig:
     return decoder_keys({**inner, "model_type": wrapper.decoder}) if wrapper.decoder in WRAPPERS else inner
 
 
+ALONE = (
+    (r"^(?:model\.language_model|language_model\.model|model\.text_model)\.", "model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
+"""Patterns of names of the decoder's tensors in wrappers, and what these are in the decoder alone."""
+
+
+def alone(name: str) -> str:
+    for pattern, target in ALONE:
+        name = re.sub(pattern, target, name)
+    return name
+
+
 SENSES = frozenset({
     "visual", "vision_tower", "vision_model", "vision_encoder", "vision_projection", "image_tower", "video_tower",
-    "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector", "connector", "projector", "aligner",
+    "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector", "connector", "projector", "aligner",
     "resampler_model", "layerwise_projectors", "spatial_projectors", "visual_embeddings_table", "vqmodel",
     "generation_aligner", "generation_embeddings", "generation_head", "high_res_vision_model", "high_res_vision_neck",
     "high_res_vision_proj", "talker", "token2wav", "code2wav", "mlp1", "mlp_AR", "vit",
