@@ -13,8 +13,8 @@ from typing import Any
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.wrappers import decoder_keys
 from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
 from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe, ShortConv

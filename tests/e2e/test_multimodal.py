@@ -1,4 +1,4 @@
-"""`penstock serve` with a model that was made for images too: it answers text, and says that it sees no images (R-ENG-17)."""
+"""`penstock serve` with a model that was made for images too: it answers text, and refuses images (R-ENG-17)."""
 
 from __future__ import annotations
 
@@ -55,4 +55,7 @@ def test_it_is_listed_and_refuses_images(served: tuple[Server, object, Path]) ->
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert reply.status_code == 400
     error = reply.json()["error"]
-    assert error["param"] == "messages[0].content[1].type" and "only the part that reads and writes text" in error["message"]
+    assert (
+        error["param"] == "messages[0].content[1].type"
+        and "only the part that reads and writes text" in error["message"]
+    )

@@ -15,15 +15,16 @@ from tests.engine.foreign import FOREIGN
 from tests.engine.tiny import COMMON, FAMILIES
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_INTERLEAVED = {**MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 TEXT_TYPES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_omni_text": {"rope_parameters": MROPE},
-    "qwen3_vl_text": {"head_dim": 24, "rope_parameters": {**MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True}},
+    "qwen3_vl_text": {"head_dim": 24, "rope_parameters": _INTERLEAVED},
     "qwen3_vl_moe_text": {
         **_EXPERTS, "head_dim": 24, "mlp_only_layers": [1],
-        "rope_parameters": {**MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True},
+        "rope_parameters": _INTERLEAVED,
     },
     "qwen3_omni_moe_text": {**_EXPERTS, "rope_parameters": MROPE},
     "glm4v_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
@@ -61,7 +62,12 @@ _AUDIO = {
     "downsample_hidden_size": 8, "num_mel_bins": 8, "max_source_positions": 16,
 }  # fmt: skip
 _OMNI = {"audio_config": _AUDIO}
-_GRANITE = {"vision_config": {**_CLIP, "hidden_size": 64, "num_attention_heads": 1}, "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"}
+_GRANITE = {
+    "vision_config": {**_CLIP, "hidden_size": 64, "num_attention_heads": 1},
+    "deepstack_layer_map": [[-1, 0]],
+    "spatial_target_layers": [1],
+    "downsample_rate": "1/2",
+}
 
 
 def _text(family: str) -> dict[str, Any]:

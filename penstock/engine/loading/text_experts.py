@@ -44,7 +44,9 @@ class TextExperts:
         if not name.endswith(_CORRECTION):
             return found
         if found.dim() != 2 or len(found) != 2:
-            raise CheckpointError(f"tensor {name!r} has shape {tuple(found.shape)}, not one row for text, one for images")
+            raise CheckpointError(
+                f"tensor {name!r} has shape {tuple(found.shape)}, not one row for text, one for images"
+            )
         return found[:1]
 
 
@@ -73,7 +75,8 @@ class EitherWayStacks:
 def as_family(checkpoint: Any, names: TensorNames) -> Any:
     """`checkpoint` with its experts under the names of a family's, `names`."""
     own = TEXT_TYPES.get(decoder_type(checkpoint.config))
-    stacked = replace(names, expert_stacks=tuple(f"{names.moe}experts.{part}" for part in _PARTS))
+    gate_up, down = (f"{names.moe}experts.{part}" for part in _PARTS)
+    stacked = replace(names, expert_stacks=(gate_up, down))
     if own is not None and own.text_experts:
         checkpoint = TextExperts(checkpoint)
     if own is not None and own.stacked_experts:

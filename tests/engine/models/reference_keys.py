@@ -138,9 +138,7 @@ def attributes_read(config: PreTrainedConfig) -> set[str]:
 def text_model(config: type[PreTrainedConfig]) -> Any:
     """How the decoder of a wrapper is built, which the library's automatic classes do not know."""
     module = import_module(config.__module__.replace("configuration_", "modeling_"))
-    found = [
-        each for name, each in vars(module).items() if name.endswith("TextModel") and each.config_class is config
-    ]
+    found = [each for name, each in vars(module).items() if name.endswith("TextModel") and each.config_class is config]
     return found[0]._from_config
 
 

@@ -15,12 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES, TEXT_TYPES, WRAPPERS, decoder_type, read_config
-from penstock.engine.request import Request, SamplingParams
 from penstock.engine.models.wrappers import senses
+from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError
 from tests.engine.adapters.files import merge, write_adapter
-from tests.engine.harness import drain, generate, greedy, make_engine
 from tests.engine.foreign import write_foreign
+from tests.engine.harness import drain, generate, greedy, make_engine
 from tests.engine.multimodal import CHECKPOINTS, QWEN4_EXP, THROUGH_LIBRARY, saved, tiny_model, write_as_named
 from tests.engine.quantization import layouts
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
@@ -122,7 +122,11 @@ def test_kimi_k25(inner: str, tmp_path: Path) -> None:
 def test_perception_lm(tmp_path: Path) -> None:
     """By hand: the reference's vision part needs another library. Ties are the decoder's where the wrapper has none."""
     text = write_checkpoint("llama-mqa-tied", tmp_path / "text")
-    config = {"model_type": "perception_lm", "text_config": _config(text), "vision_config": {"model_type": "timm_wrapper"}}
+    config = {
+        "model_type": "perception_lm",
+        "text_config": _config(text),
+        "vision_config": {"model_type": "timm_wrapper"},
+    }
     folder = _moved(text, tmp_path / "whole", config, lambda name: name.replace("model.", "model.language_model.", 1))
     got = generate(make_engine(folder), greedy("a", PROMPT, 12))["a"]
     assert Reference(text).agrees(PROMPT, got)
@@ -165,7 +169,11 @@ def test_the_thinker_of_an_omni_model(tmp_path: Path) -> None:
     """Two levels down, beside a talker with an embedding and layers of its own."""
     model = saved("qwen3_omni_moe", tmp_path / "thinker")
     thinker = _config(tmp_path / "thinker")
-    config = {"model_type": "qwen3_omni_moe", "thinker_config": thinker, "talker_config": {"text_config": {"hidden_size": 8}}}
+    config = {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": thinker,
+        "talker_config": {"text_config": {"hidden_size": 8}},
+    }
     folder = _moved(tmp_path / "thinker", tmp_path / "whole", config, lambda name: f"thinker.{name}")
     tensors = load_file(folder / "model.safetensors")
     talker = {"talker.model.embed_tokens.weight": torch.zeros(5, 8), "talker.lm_head.weight": torch.zeros(5, 8)}
@@ -178,7 +186,10 @@ def test_keys_of_an_older_file_stand_beside_those_of_the_wrapper(tmp_path: Path)
     config = _config(tmp_path / "new")
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    older = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    older = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
     del text["model_type"], text["layer_types"]
     folder = _moved(tmp_path / "new", tmp_path / "old", {**text, **config, **older})
     check(folder, model)
@@ -186,7 +197,11 @@ def test_keys_of_an_older_file_stand_beside_those_of_the_wrapper(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "ernie4_5_vl_moe", "qwen2_5_omni")]
+    "name",
+    [
+        name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "ernie4_5_vl_moe", "qwen2_5_omni")
+    ],
 )
 def test_tokens_that_stand_for_images_are_tokens_like_others(name: str, tmp_path: Path) -> None:
     """Without pixels the reference embeds them like the others, and their positions are those of text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from penstock.engine.loading.keys import ABSENT, KeyRules
 from penstock.engine.models.families.arcee import ARCEE
@@ -67,21 +68,21 @@ from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.text_types import TEXT_TYPES
-from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS, Wrapper
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
 from penstock.engine.models.transformers.config import read_library_config
+from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS, Wrapper
 from penstock.errors import CheckpointError
 
 __all__ = [
     "FAMILIES",
+    "TEXT_TYPES",
+    "WRAPPERS",
     "ConfigFields",
     "Family",
     "GGUFKeys",
     "HFConfig",
-    "TEXT_TYPES",
-    "WRAPPERS",
     "TensorNames",
     "decoder_type",
     "family_of",
@@ -165,7 +166,9 @@ def text_config(raw: HFConfig) -> HFConfig:
         return raw
     given = wrapper.keys_of(raw)
     if given is None:
-        raise CheckpointError(f"config.json: a {wrapper.model_type} model must have {wrapper.key}, with its decoder's keys")
+        raise CheckpointError(
+            f"config.json: a {wrapper.model_type} model must have {wrapper.key}, with its decoder's keys"
+        )
     if wrapper.decoder in WRAPPERS:
         _beside_text(wrapper).check(raw)
         return text_config({**given, "model_type": wrapper.decoder})

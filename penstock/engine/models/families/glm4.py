@@ -57,7 +57,5 @@ GLM4 = Family(
         fused_qkv="",  # gate and up are one matrix, these three are not
         fused=True,
     ),
-    gguf=GGUFFormat(
-        architectures=("glm4",), config=_from_gguf, reads=AXES, whole_head_rotated=False, windowed=False
-    ),
+    gguf=GGUFFormat(architectures=("glm4",), config=_from_gguf, reads=AXES, whole_head_rotated=False, windowed=False),
 )

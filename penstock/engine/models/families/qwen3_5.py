@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.models.families.family import AXES, ConfigFields, Family, GGUFFormat, GGUFKeys, HFConfig, layer_count
+from penstock.engine.models.families.family import (
+    AXES,
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    GGUFKeys,
+    HFConfig,
+    layer_count,
+)
 from penstock.engine.models.families.qwen3_next import (
     GGUF_EXPERTS,
     GGUF_READS,

@@ -96,7 +96,7 @@ def _ernie(keys: Keys) -> Keys:
     first = list(kinds).index("sparse") if "sparse" in kinds else layers
     if list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
         raise CheckpointError(
-            f"mlp_layer_types is {kinds!r:.80}; supported: for each of {layers} layers dense or sparse, dense ones first"
+            f"mlp_layer_types is {kinds!r:.80}; supported: dense or sparse for each of {layers}, dense ones first"
         )
     return {
         **_three_sections(keys),
@@ -163,9 +163,7 @@ TEXT_TYPES: dict[str, TextType] = {
             translate=_ernie,
             text_experts=True,
         ),
-        TextType(
-            model_type="paddleocr_vl_text", family="llama", reads=frozenset({"use_bias"}), translate=_paddleocr
-        ),
+        TextType(model_type="paddleocr_vl_text", family="llama", reads=frozenset({"use_bias"}), translate=_paddleocr),
         TextType(model_type="hunyuan_vl_text", family="hunyuan_v1_dense", translate=_hunyuan),
     )
 }

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS
 from penstock.errors import CheckpointError, needs_extra
 
 log = logging.getLogger(__name__)

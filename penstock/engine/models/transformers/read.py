@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.models.wrappers import ALONE, WRAPPERS, senses
 from penstock.engine.models.transformers.body import CannotDivide
 from penstock.engine.models.transformers.config import decoder_config
 from penstock.engine.models.transformers.linears import integer_matrices
 from penstock.engine.models.weights import Weights
+from penstock.engine.models.wrappers import ALONE, WRAPPERS, senses
 from penstock.errors import CheckpointError
 
 log = logging.getLogger(__name__)
