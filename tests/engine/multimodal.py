@@ -46,16 +46,16 @@ TEXT_TYPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Decoders with configuration classes of their own, by their `model_type`: what differs from `COMMON`."""
 
-_VISION = {
+VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "head_dim": 16, "depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 1,
     "out_hidden_size": 64, "num_position_embeddings": 4, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
     "projection_dim": 32, "num_patches": 4,
 }  # fmt: skip
-_CLIP = {**_VISION, "model_type": "clip_vision_model"}
-_SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
-_PIXTRAL = {**_VISION, "model_type": "pixtral"}
-_RADIO = {**_VISION, "mlp_ratio": 1.0, "model_type": "radio", "video_temporal_patch_size": 2}
+_CLIP = {**VISION, "model_type": "clip_vision_model"}
+_SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
+_PIXTRAL = {**VISION, "model_type": "pixtral"}
+_RADIO = {**VISION, "mlp_ratio": 1.0, "model_type": "radio", "video_temporal_patch_size": 2}
 
 _AUDIO = {
     "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64,
@@ -154,7 +154,7 @@ def tiny_model(name: str, **changes: Any) -> Any:
     """`changes`: to the decoder's keys."""
     kind, text, more = CHECKPOINTS[name]
     config = transformers.CONFIG_MAPPING[kind].from_dict(
-        {"text_config": {**COMMON, **text, **changes}, "vision_config": _VISION, "model_type": kind, **more}
+        {"text_config": {**COMMON, **text, **changes}, "vision_config": VISION, "model_type": kind, **more}
     )
     torch.manual_seed(0)
     found = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind])(config).eval()

@@ -163,9 +163,10 @@ def alone(name: str) -> str:
 SENSES = frozenset({
     "visual", "vision_tower", "vision_model", "vision_encoder", "vision_projection", "image_tower", "video_tower",
     "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "multi_modal_projector", "connector",
-    "projector", "aligner", "resampler_model", "layerwise_projectors", "spatial_projectors", "visual_embeddings_table", "vqmodel",
-    "generation_aligner", "generation_embeddings", "generation_head", "high_res_vision_model", "high_res_vision_neck",
-    "high_res_vision_proj", "talker", "token2wav", "code2wav", "mlp1", "mlp_AR", "vit",
+    "projector", "aligner", "resampler_model", "layerwise_projectors", "spatial_projectors",
+    "visual_embeddings_table", "vqmodel", "generation_aligner", "generation_embeddings", "generation_head",
+    "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj", "talker", "token2wav", "code2wav",
+    "mlp1", "mlp_AR", "vit",
 })  # fmt: skip
 """Modules that see, hear, draw or speak: nothing in them changes what is computed of text."""
 
