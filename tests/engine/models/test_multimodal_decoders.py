@@ -22,6 +22,7 @@ from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.foreign import write_foreign
 from tests.engine.harness import drain, generate, greedy, make_engine
 from tests.engine.multimodal import CHECKPOINTS, QWEN4_EXP, THROUGH_LIBRARY, saved, tiny_model, write_as_named
+from tests.engine.parallel.threads import threaded_engine
 from tests.engine.quantization import layouts
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
 
@@ -234,6 +235,19 @@ def test_weights_in_few_bits(name: str, layout: str, tmp_path: Path) -> None:
 
     few, same, _ = layouts.write(tmp_path / "base", layout, tmp_path, is_linear=of_decoder)
     check(few, type(model).from_pretrained(same).eval(), tolerance=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [("qwen3_vl", 2, 2), ("glm4v_moe", 2, 1), ("qwen2_5_omni", 1, 2), ("gemma4", 1, 2), ("llava-starcoder2", 2, 1)],
+)
+def test_several_ranks_give_the_tokens_of_one(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+    """Layers of what sees are numbered as well; the head may be the embedding, under a name of several."""
+    saved(name, tmp_path)
+    expected = generate(make_engine(tmp_path), greedy("a", PROMPT, 12))
+    with threaded_engine(tmp_path, tensor, pipeline) as engine:
+        assert generate(engine, greedy("a", PROMPT, 12)) == expected
 
 
 def test_an_adapter_equals_merging_it(tmp_path: Path) -> None:

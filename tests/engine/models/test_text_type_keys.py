@@ -52,9 +52,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_vl_text": ("hunyuan_vl", {"head_dim": 8}),
 }
 SECTIONS: dict[str, list[int]] = {
-    "qwen3_vl_text": [2, 2, 2], "qwen3_vl_moe_text": [2, 2, 2], "ernie4_5_vl_moe_text": [1, 1, 2],
+    "qwen3_vl_text": [2, 2, 2], "qwen3_vl_moe_text": [2, 2, 2], "glm4v_moe_text": [1, 1, 0],
 }  # fmt: skip
-"""Of half a head, between time, height and width; elsewhere one, one and two."""
+"""Of the pairs of a head that are rotated, between time, height and width; elsewhere one, one and two."""
 
 
 def config(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
