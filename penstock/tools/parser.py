@@ -45,17 +45,17 @@ class ToolCallParser:
         names: Collection[str],
         schemas: Schemas = MappingProxyType({}),
         *,
-        forgetful: bool = True,
+        openers: tuple[str, ...] | None = None,
     ) -> None:
-        """`names`: the offered functions; a call of any other is text. `schemas`: of their arguments. `forgetful`: the
-        model may forget the opener."""
+        """`names`: the offered functions; a call of any other is text. `schemas`: of their arguments. `openers`: what
+        calls inside the text begin with; None: whatever the model may write."""
         self.calls = 0
         """Calls reported so far."""
         self._form = form
         self._names = names
         self._schemas = schemas
-        self._skipped = (form.opener, *form.also)
-        self._openers = (*self._skipped, *(form.without_opener if forgetful else ()))
+        self._skipped = (form.opener, *form.also) if openers is None else openers
+        self._openers = (*self._skipped, *(form.without_opener if openers is None else ()))
         self._buffer = ""
         """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
@@ -115,13 +115,16 @@ class ToolCallParser:
         elif self._form.name_first and (length := self._name_first(rest)) >= 0:
             if not length:
                 return False
-            name = rest[:length].rstrip()
-            self._enter(len(self._buffer) - len(rest) + length)
-            assert isinstance(self._scanner, CallScanner)
-            self._scanner.expect_arguments(name)
+            self._enter_named(rest, length)
         else:
             self._state = self._text
         return True
+
+    def _enter_named(self, rest: str, length: int) -> None:
+        """A call begins with a name, in the first `length` characters of `rest`, which ends the buffer."""
+        self._enter(len(self._buffer) - len(rest) + length)
+        assert isinstance(self._scanner, CallScanner)
+        self._scanner.expect_arguments(rest[:length].rstrip())
 
     def _name_first(self, rest: str) -> int:
         """The length of an offered function's name and the line break behind it, before an object; 0 where that may
@@ -137,13 +140,17 @@ class ToolCallParser:
     def _text(self) -> bool:
         buffer, marks = self._buffer, self._openers
         found = min((at for mark in marks if (at := buffer.find(mark)) >= 0), default=-1)
-        end = len(buffer) - max(overlap(buffer, mark) for mark in marks) if found < 0 else found
+        end = len(buffer) - max((overlap(buffer, mark) for mark in marks), default=0) if found < 0 else found
         said = len(buffer[:end].rstrip())
         self._say(buffer[:said])
         self._buffer = buffer[said:]
         if found < 0:
             return False
         length = max((len(opener) for opener in self._skipped if buffer.startswith(opener, end)), default=0)
+        if self._form.name_first and (known := self._name_first(rest := buffer[end + length :].lstrip())) >= 0:
+            if known:
+                self._enter_named(rest, known)
+            return known > 0
         first = _first(buffer[end + length :])
         if self._form.syntax == "python" and not first:
             return False  # what follows says which kind of call it is

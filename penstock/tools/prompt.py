@@ -108,8 +108,8 @@ def with_instructions(prepared: list[Message], rules: str) -> list[Message]:
 
 
 def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
-    """Messages for a template that shows functions and results, but not the calls between them (LFM2's). What stands
-    around the calls are control tokens, whatever the calls contain."""
+    """Messages for a template that shows functions and results, but not the calls between them (LFM2's, Granite's).
+    What stands around the calls are control tokens, whatever the calls contain."""
     prepared: list[Message] = []
     for message in messages:
         if calls := message.get("tool_calls"):
@@ -119,6 +119,23 @@ def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message
             content = Marked((said, False), (form.opener, True), (body, False), (form.closer, True))
             message = {**others, "content": content}
         prepared.append(message)
+    return prepared
+
+
+def as_observations(messages: Sequence[Message]) -> list[Message]:
+    """Messages for GLM-4's template, which knows no calls: each is a message whose `metadata` is the function's name,
+    and a result is an observation."""
+    prepared: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            prepared.append({"role": "observation", "content": message["content"]})
+            continue
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = message.get("tool_calls") or ()
+        prepared += [others] if message["content"] or not calls else []
+        for call in calls:
+            function = call["function"]
+            prepared.append({"role": "assistant", "metadata": function["name"], "content": function["arguments"]})
     return prepared
 
 
