@@ -5,6 +5,7 @@ Templates are untrusted input: they run in an immutable sandbox that bounds thei
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,10 @@ class ChatTemplate:
         """The template for conversations with tools."""
         self.names = frozenset[str]().union(*(template.names for template in self._templates.values()))
         """The variables that it expects."""
-        self.knows_tools = "tools" in self._templates[tool_use].names
+        names = self._templates[tool_use].names
+        self._takes_text = "tools" not in names and "functions" in names and "functools[" in self.source
+        """Whether it wants the functions as JSON, and the date (Firefunction's)."""
+        self.knows_tools = "tools" in names or self._takes_text
 
     def render(
         self,
@@ -86,9 +90,15 @@ class ChatTemplate:
         template = self._templates["default"]
         if tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
+        told: dict[str, str] = {}
+        if self._takes_text:
+            functions = [tool.get("function", tool) for tool in tools or ()]
+            told["functions"] = json.dumps(functions, ensure_ascii=False, indent=4)
+            told["datetime"] = self._globals["strftime_now"]("%d %B %Y")
         variables = {
             **self._globals,
             **self.variables,
+            **told,
             "documents": None,
             **(template_kwargs or {}),
             "messages": list(messages),

@@ -231,9 +231,7 @@ def test_arguments_never_repeat_a_key(
 
 
 @pytest.mark.parametrize("control", [False, True])
-def test_arguments_behind_a_name_never_repeat_a_key(
-    compiler: GuidanceCompiler, text: TextModel, control: bool
-) -> None:
+def test_arguments_behind_a_name_never_repeat_a_key(compiler: GuidanceCompiler, text: TextModel, control: bool) -> None:
     free = Tool("get_weather", "Weather", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
     grammar = Toolbox((free,), FORMATS["glm4"], opener_id=text.token_id(MARK) if control else None).grammar()
     assert Walk(compiler, text, grammar).takes('get_weather\n{"city": 1, "town": 2}')
