@@ -21,6 +21,8 @@ LONGEST = 256 * 1024
 """Maximum of a template's text, in characters."""
 OUTPUT = 8 * 1024 * 1024
 """Maximum of a rendered prompt, in characters."""
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables that no `template_kwargs` change: the request has fields for them."""
 _SHOWN = 500
 """How much of a template's own error message is passed on."""
 _NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*\Z")
