@@ -26,7 +26,8 @@ _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(
 _MAY_BE_NAMED = re.compile(r"[\w.:-]+\s*(?:\[[\w\]]*\s*(?:\[[A-Z]*\]?\s*)?)?")
 _LONGEST_NAME = 300
 """Characters of a name, an id and what stands around them."""
-_NAME_FIRST = re.compile(r"([\w.:-]{1,128})[ \t]*\n\s*(?=\{)")
+_NAME_FIRST = re.compile(r"([\w.:-]{1,128})[ \t]{0,16}\n\s{0,32}(?=\{)")
+_MAY_BE_FIRST = re.compile(r"([\w.:-]{0,128})(?:[ \t]{1,16}|[ \t]{0,16}\n\s{0,32})?")
 _SEPARATORS = ";,"
 """Between objects that are not in a list."""
 
@@ -132,10 +133,12 @@ class ToolCallParser:
         found = _NAME_FIRST.match(rest)
         if found is not None:
             return found.end() if found[1] in self._names else -1
-        name, line, behind = rest.partition("\n")
-        if line:
-            return 0 if name.rstrip() in self._names and not behind.strip() else -1
-        return 0 if any(each.startswith(name.rstrip()) for each in self._names) else -1
+        begun = _MAY_BE_FIRST.fullmatch(rest)
+        if begun is None:
+            return -1
+        name = begun[1]
+        whole = name in self._names
+        return 0 if whole or (name == rest and any(each.startswith(name) for each in self._names)) else -1
 
     def _text(self) -> bool:
         buffer, marks = self._buffer, self._openers
