@@ -14,7 +14,7 @@ from typing import Any
 import jinja2.exceptions
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.text.bounded_jinja import BoundedEnvironment
+from penstock.text.bounded_jinja import BoundedEnvironment, strftime_now
 from penstock.text.template_meter import WORK, TemplateLimit
 
 LONGEST = 256 * 1024
@@ -96,7 +96,7 @@ class ChatTemplate:
         if self._takes_text:
             functions = [tool.get("function", tool) for tool in tools or ()]
             told["functions"] = json.dumps(functions, ensure_ascii=False, indent=4)
-            told["datetime"] = self._globals["strftime_now"]("%d %B %Y")
+            told["datetime"] = strftime_now("%d %B %Y")
         variables = {
             **self._globals,
             **self.variables,
