@@ -154,6 +154,38 @@ def test_families_whose_templates_know_no_calls(tmp_path: Path, template: str, s
     assert model.text.render_chat(messages, tools=tools).endswith(shown)
 
 
+ITEMS = (
+    "{{ tools }}{% for m in messages %}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{% for key, value in "
+    "c.function.arguments | items %} {{ key }}={{ value }}{% endfor %}>{% else %}{{ m.content }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"city": "Oslo"}', "<get_weather city=Oslo>"),
+        ("", "<get_weather>"),
+        (" null", "<get_weather>"),
+        ('{"cut', '<get_weather arguments={"cut>'),
+        ("[1]", "<get_weather arguments=[1]>"),
+    ],
+)
+def test_arguments_that_are_no_object_for_templates_that_look_into_them(tmp_path: Path, sent: str, shown: str) -> None:
+    model = RemoteText("tiny", text_model(tmp_path, template=ITEMS), None, "qwen3_coder")
+    history = [HISTORY[1], {**HISTORY[2], "tool_calls": [call("call_1", "get_weather", sent)]}, HISTORY[3]]
+    messages, tools = for_template(history, tuple(TOOLS), model)
+    assert model.text.render_chat(messages, tools=tools).endswith(f"Rome?{shown}sunny")
+
+
+def test_calls_without_arguments_are_written_as_such() -> None:
+    for name in ("hermes", "deepseek_v31", "glm4", "olmo3"):
+        form = FORMATS[name]
+        parser = ToolCallParser(form, ["clock"])
+        message = written([call("call_1", "clock", "")], form)
+        assert [one.arguments for one in gather(parser.push(message) + parser.flush()).calls] == ["{}"]
+
+
 def test_a_template_that_takes_functions_as_text() -> None:
     template = ChatTemplate(
         "functools[ {{ functions }} {{ datetime }} {% for m in messages %}{{ m.content }}{% endfor %}", {}
