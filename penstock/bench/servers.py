@@ -60,6 +60,7 @@ class Run:
     tokens_per_s: float
     ttft: stats.Percentiles
     gap: stats.Percentiles | None
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,12 @@ class ServersBench:
     def run(self, name: str, url: str, workload: Workload, rate: float | None, turn: int) -> Run:
         tally = self._tally(name, url, workload, rate, str(turn))
         ttft = stats.percentiles(tally.ttft)
-        if tally.errors or ttft is None:
-            raise BenchError(f"{name}: requests of workload {workload.name} failed: {next(iter(tally.errors), 'all')}")
-        return Run(tally.output_tokens / tally.seconds, ttft, stats.percentiles(tally.gaps))
+        for what, count in tally.errors.most_common(3):
+            self.console.print(f"{name}, {workload.name}: {count} x {what}", style="red", markup=False)
+        if ttft is None:
+            raise BenchError(f"{name}: every request of workload {workload.name} failed")
+        failed = sum(tally.errors.values())
+        return Run(tally.output_tokens / tally.seconds, ttft, stats.percentiles(tally.gaps), failed)
 
     def turns(self) -> dict[str, dict[str, list[Run]]]:
         """By workload or rate, and by server."""
@@ -178,7 +182,18 @@ def _show_turns(turns: dict[str, dict[str, list[Run]]], settings: ServersBenchSe
     runs = f"medians of {settings.repeat} turns" if settings.repeat > 1 else "one turn"
     table = report.table(
         f"The same prompts on each server, {runs}",
-        *("workload", "server", "output tok/s", "ratio", "TTFT p50 ms", "ratio", "p99 ms", "gap p50 ms", "p99 ms"),
+        *(
+            "workload",
+            "server",
+            "output tok/s",
+            "ratio",
+            "TTFT p50 ms",
+            "ratio",
+            "p99 ms",
+            "gap p50 ms",
+            "p99 ms",
+            "failed",
+        ),
     )
     for row, by_server in turns.items():
         base = by_server[first]
@@ -193,6 +208,7 @@ def _show_turns(turns: dict[str, dict[str, list[Run]]], settings: ServersBenchSe
                 report.number(_ms([run.ttft.p99 for run in of_it])),
                 report.number(_ms([run.gap.p50 for run in of_it if run.gap])),
                 report.number(_ms([run.gap.p99 for run in of_it if run.gap])),
+                str(sum(run.failed for run in of_it)),
             )
     console.print(table)
     console.print(

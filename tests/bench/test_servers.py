@@ -38,12 +38,21 @@ def test_ratios_say_how_many_times_better_the_first_server_is() -> None:
     shown = Console(file=(page := io.StringIO()), width=200)
     runs = {
         "ours": [Run(tps, all_alike(0.020), all_alike(0.004)) for tps in (90.0, 300.0, 310.0)],
-        "theirs": [Run(tps, all_alike(0.050), None) for tps in (200.0, 200.0, 10.0)],
+        "theirs": [Run(tps, all_alike(0.050), None, failed) for tps, failed in ((200.0, 0), (200.0, 0), (10.0, 1))],
     }
     servers._show_turns({"b1": runs}, ServersBenchSettings(BOTH), shown)
     ours, theirs = (line for line in page.getvalue().splitlines() if "│ b1" in line)
     assert [cell.strip() for cell in ours.split("│")][3:7] == ["300.0", "1.00", "20.0", "1.00"]
-    assert [cell.strip() for cell in theirs.split("│")][3:10] == ["200.0", "1.50", "50.0", "2.50", "50.0", "–", "–"]
+    assert [cell.strip() for cell in theirs.split("│")][3:11] == [
+        "200.0",
+        "1.50",
+        "50.0",
+        "2.50",
+        "50.0",
+        "–",
+        "–",
+        "1",
+    ]
 
 
 def test_the_highest_rate_of_a_server_that_keeps_none_has_no_ratio() -> None:
