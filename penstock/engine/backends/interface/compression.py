@@ -1,7 +1,7 @@
 """Attention to a window and to entries that stand for several tokens each (DeepSeek V4).
 
-Every `rate` tokens are made into one entry, a mean of theirs weighted in each dimension by a softmax. A token attends to
-the last `window` tokens one by one, itself included, and to the entries of all groups that are complete with it; where
+Every `rate` tokens are made into one entry, a mean of theirs weighted in each dimension by a softmax. A token attends
+to the last `window` tokens one by one, itself included, and to the entries of all groups that are complete with it; where
 there is an indexer, to those that score best. Keys are values.
 """
 
@@ -108,8 +108,8 @@ class CompressionOps(Protocol):
     ) -> Tensor:
         """[T, heads * head_dim]: what the new tokens see, turned back by their own positions.
 
-        `q` [T, heads * head_dim] is neither normalized nor rotated, `keys` [T, head_dim] is normalized. `cos_sin` is for
-        pairs of neighbours among the last dimensions of a head; an entry stands at the position of its first token.
+        `q` [T, heads * head_dim] is neither normalized nor rotated, `keys` [T, head_dim] is normalized. `cos_sin` is
+        for pairs of neighbours among the last dimensions of a head; an entry stands at the position of its first token.
         `sinks`: see `Ops.attention`. Of entries with equal scores the earlier one counts more.
         """
         ...

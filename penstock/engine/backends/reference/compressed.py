@@ -30,34 +30,39 @@ Seen = tuple[Tensor, Tensor]
 """Keys [n, dim], or [P, n, dim] where each query has its own, and which of them a query sees: bool [P, n]."""
 
 
-def compressed_attention(
-    q: Tensor,
-    keys: Tensor,
-    layout: CompressionLayout,
-    sinks: Tensor,
-    cos_sin: Tensor,
-    batch: AttentionBatch,
-    cache: CompressionCache,
-    pool: PoolInputs | None,
-    index: EntryIndex | None,
-    alone: bool,
-) -> Tensor:
-    """`alone`: every token by itself, so that nothing depends on how steps are cut."""
-    table = cos_sin[batch.positions]
-    heads = q.view(-1, layout.heads, layout.head_dim)
-    queries = rotate_last(F.rms_norm(heads.float(), (layout.head_dim,), eps=layout.eps), table.unsqueeze(1))
-    if index is not None:
-        turned = rotate_last(index.queries.view(len(q), index.heads, -1), table.unsqueeze(1))
-        index = index._replace(queries=turned)
-    layer = _Layer(queries, rotate_last(keys, table), layout, sinks, cos_sin, cache, pool, index)
-    out = torch.empty_like(queries)
-    for wave in waves_of(batch, alone=alone):
-        if wave.singles is not None:
-            for some in wave.singles.split(layer.at_once(wave.singles.longest)):
-                out[some.at] = layer.singles(some)
-        for run in wave.runs:
-            out[run.begin : run.end] = layer.run(run, batch.block_tables[run.row])
-    return rotate_last(out, table.unsqueeze(1), back=True).to(q.dtype).flatten(1)
+class PlainCompression:
+    """See `CompressionOps`."""
+
+    batch_invariant: bool
+
+    def compressed_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        layout: CompressionLayout,
+        sinks: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: CompressionCache,
+        pool: PoolInputs | None,
+        index: EntryIndex | None,
+    ) -> Tensor:
+        table = cos_sin[batch.positions]
+        heads = q.view(-1, layout.heads, layout.head_dim)
+        queries = rotate_last(F.rms_norm(heads.float(), (layout.head_dim,), eps=layout.eps), table.unsqueeze(1))
+        if index is not None:
+            turned = rotate_last(index.queries.view(len(q), index.heads, -1), table.unsqueeze(1))
+            index = index._replace(queries=turned)
+        layer = _Layer(queries, rotate_last(keys, table), layout, sinks, cos_sin, cache, pool, index)
+        out = torch.empty_like(queries)
+        # In deterministic mode every token by itself, so that nothing depends on how steps are cut.
+        for wave in waves_of(batch, alone=self.batch_invariant):
+            if wave.singles is not None:
+                for some in wave.singles.split(layer.at_once(wave.singles.longest)):
+                    out[some.at] = layer.singles(some)
+            for run in wave.runs:
+                out[run.begin : run.end] = layer.run(run, batch.block_tables[run.row])
+        return rotate_last(out, table.unsqueeze(1), back=True).to(q.dtype).flatten(1)
 
 
 class _Layer:
@@ -165,12 +170,10 @@ class _Layer:
         """Queries and weights of the indexer."""
         return None if self.index is None else (self.index.queries[tokens], self.index.weights[tokens])
 
-    def _entries(
-        self, count: int, complete: Tensor, tables: Tensor, chooses: tuple[Tensor, Tensor] | None
-    ) -> Seen:
-        """What queries see of the first `count` entries; `complete` [P] of them exist for each. `tables`: of each query,
-        or of all."""
-        layout, cache = self.layout, self.cache
+    def _entries(self, count: int, complete: Tensor, tables: Tensor, chooses: tuple[Tensor, Tensor] | None) -> Seen:
+        """What queries see of the first `count` entries; `complete` [P] of them exist for each. `tables`: of each
+        query, or of all."""
+        cache = self.cache
         assert cache.entries is not None
         every = torch.arange(count, device=tables.device)
         there = torch.arange(count, device=tables.device) < complete.unsqueeze(1)
@@ -201,9 +204,12 @@ class _Layer:
             for keys, there in seen
         ]
         sinks = self.sinks.view(1, -1, 1).expand(len(q), -1, 1)
-        weights = torch.cat((*scores, sinks), -1).softmax(-1)
-        parts = weights.split([*(one.shape[-1] for one in scores), 1], -1)
-        return torch.stack([torch.matmul(part, keys.float()) for part, (keys, _) in zip(parts, seen, strict=False)]).sum(0)
+        weights, end = torch.cat((*scores, sinks), -1).softmax(-1), 0
+        out = torch.zeros_like(q)
+        for keys, there in seen:
+            begin, end = end, end + there.shape[-1]
+            out += torch.matmul(weights[..., begin:end], keys.float())
+        return out
 
 
 def _rows(entries: Entries, slots: Tensor, dtype: torch.dtype) -> Tensor:

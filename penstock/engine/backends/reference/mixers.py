@@ -6,44 +6,23 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import (
     AttentionBatch,
-    CompressionCache,
-    CompressionLayout,
     DeltaLayout,
     DeltaWeights,
-    EntryIndex,
     HeadLayout,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
     MambaLayout,
     MambaWeights,
-    PoolInputs,
     ShortConvWeights,
 )
-from penstock.engine.backends.reference import compressed, delta, latent, mamba, short_conv
+from penstock.engine.backends.reference import delta, latent, mamba, short_conv
+from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
 
 
-class PlainMixers(PlainIndexing):
+class PlainMixers(PlainIndexing, PlainCompression):
     """See `Ops`."""
-
-    batch_invariant: bool
-
-    def compressed_attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        layout: CompressionLayout,
-        sinks: Tensor,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        cache: CompressionCache,
-        pool: PoolInputs | None,
-        index: EntryIndex | None,
-    ) -> Tensor:
-        return compressed.compressed_attention(
-            q, keys, layout, sinks, cos_sin, batch, cache, pool, index, self.batch_invariant
-        )
 
     def latent_attention(
         self,

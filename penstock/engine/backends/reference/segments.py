@@ -47,10 +47,18 @@ class Singles:
     def split(self, size: int) -> list[Singles]:
         if len(self.at) <= size:
             return [self]
-        parts = zip(
-            *(part.split(size) for part in (self.at, self.positions, self.reads, self.writes, self.tables)), strict=True
-        )
-        return [Singles(*part, self.longest) for part in parts]
+        parts = [slice(begin, begin + size) for begin in range(0, len(self.at), size)]
+        return [
+            Singles(
+                self.at[part],
+                self.positions[part],
+                self.reads[part],
+                self.writes[part],
+                self.tables[part],
+                self.longest,
+            )
+            for part in parts
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,22 +97,22 @@ def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
     if share is None:
         old = raw.get("qk_rope_head_dim")
         share = _ROTARY if old is None else integer(raw, "qk_rope_head_dim") / integer(raw, "head_dim")
-    own = [given.get(name) for name in ("main", "compress")]
-    if all(isinstance(one, Mapping) for one in own):
-        main, compress = own
-    elif any(isinstance(one, Mapping) for one in own):
+    main, compress = given.get("main"), given.get("compress")
+    if isinstance(main, Mapping) != isinstance(compress, Mapping):
         raise CheckpointError("rope parameters must be given for both main and compress, or for neither")
-    else:
+    if not isinstance(main, Mapping) or not isinstance(compress, Mapping):
         main = {"rope_theta": raw.get("rope_theta"), "partial_rotary_factor": share}
         compress = {**given, "rope_theta": raw.get("compress_rope_theta"), "partial_rotary_factor": share}
         if compress.get("rope_type", compress.get("type")) == "yarn":
-            compress.setdefault("attention_factor", 1.0)
+            compress = {"attention_factor": 1.0, **compress}
     found = []
     for name, parameters in (("compress", compress), ("main", main)):
         rope = read_rope(raw, parameters, partial=True)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind not in _KINDS:
-            raise CheckpointError(f"rope scaling {kind!r:.80} of {name} is not supported; supported: {', '.join(_KINDS)}")
+            raise CheckpointError(
+                f"rope scaling {kind!r:.80} of {name} is not supported; supported: {', '.join(_KINDS)}"
+            )
         found.append(rope)
     if found[0].rotated != found[1].rotated:
         raise CheckpointError(f"rope parameters of main and compress rotate {found[1].rotated} and {found[0].rotated}")
@@ -120,7 +120,7 @@ def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
 
 
 def _experts(raw: HFConfig, ffn: int) -> MoeConfig:
-    layers, scoring = layer_count(raw), raw.get("scoring_func")
+    layers, scoring = layer_count(raw), str(raw.get("scoring_func"))
     if scoring not in _SCORING:
         raise CheckpointError(f"scoring_func is {scoring!r:.80}; supported: {', '.join(_SCORING)}")
     first = _HASHED_LAYERS if raw.get("num_hash_layers") is None else count(raw, "num_hash_layers")

@@ -65,7 +65,7 @@ class EntryIndexer:
 
     def __call__(self, x: Tensor, narrow: Tensor, *, alone: bool) -> EntryIndex:
         # Token by token where a product must not depend on how many there are.
-        runs = x.split(1) if alone else (x,)
+        runs = [x[at : at + 1] for at in range(len(x))] if alone else [x]
         weights = torch.cat([F.linear(run.float(), self.head_weights) for run in runs])
         return EntryIndex(self.pool(x), self.queries(narrow), weights, len(self.head_weights), self.most)
 
@@ -101,7 +101,7 @@ class CompressedAttention:
     @property
     def weight_bytes(self) -> int:
         tensors = [self.output_down, *(() if self.indexer is None else (self.indexer.head_weights,))]
-        dense = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        dense: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return dense + sum(linear.weight_bytes for linear in self.linears)
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
@@ -132,7 +132,7 @@ class CompressedAttention:
             None if self.pool is None else self.pool(x),
             None if self.indexer is None else self.indexer(x, narrow, alone=alone),
         )
-        runs = seen.split(1) if alone else (seen,)
+        runs = [seen[at : at + 1] for at in range(len(seen))] if alone else [seen]
         return self.output(torch.cat([self._down(run) for run in runs]))
 
     def _down(self, seen: Tensor) -> Tensor:

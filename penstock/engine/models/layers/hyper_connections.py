@@ -1,8 +1,8 @@
 """Several residual streams instead of one (manifold-constrained hyper-connections).
 
 Before a part of a layer the streams are added up into its input; behind it they are mixed with each other, and what the
-part gives is added to each. The weights of these sums are computed from the streams themselves, in float32. Those of the
-mixing are scaled until rows and columns sum to one (Sinkhorn-Knopp), so that streams do not grow with the layers.
+part gives is added to each. The weights of these sums are computed from the streams themselves, in float32. Those of
+the mixing are scaled until rows and columns sum to one (Sinkhorn-Knopp), so that streams do not grow with the layers.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class HyperConnection:
 
     def enter(self, streams: Tensor) -> Entered:
         if self.alone() and len(streams) > 1:
-            return Entered(*(torch.cat(parts) for parts in zip(*map(self._enter, streams.split(1)), strict=True)))
+            return Entered(*(torch.cat(parts) for parts in zip(*map(self._enter, _singly(streams)), strict=True)))
         return self._enter(streams)
 
     def _enter(self, streams: Tensor) -> Entered:
         n, eps = self.streams.count, self.streams.eps
         scores = F.linear(_normed(streams, self.norm_eps), self.weight)
         scales = self.scale.repeat_interleave(torch.tensor([n, n, n * n], device=self.scale.device))
-        read, added, mixed = (scores * scales + self.base).split([n, n, n * n], -1)
-        weights = mixed.view(-1, n, n).softmax(-1) + eps
+        scores = scores * scales + self.base
+        read, added, mixed = scores[:, :n], scores[:, n : 2 * n], scores[:, 2 * n :]
+        weights = mixed.reshape(-1, n, n).softmax(-1) + eps
         weights = weights / (weights.sum(-2, keepdim=True) + eps)
         for _ in range(self.streams.rounds - 1):
             weights = weights / (weights.sum(-1, keepdim=True) + eps)
@@ -82,12 +83,16 @@ class StreamsHead:
     alone: Callable[[], bool]
 
     def __call__(self, streams: Tensor) -> Tensor:
-        runs = streams.split(1) if self.alone() and len(streams) > 1 else (streams,)
+        runs = _singly(streams) if self.alone() and len(streams) > 1 else [streams]
         return torch.cat([self._of(run) for run in runs])
 
     def _of(self, streams: Tensor) -> Tensor:
         scores = F.linear(_normed(streams, self.norm_eps), self.weight)
         return _added_up((scores * self.scale + self.base).sigmoid() + self.eps, streams)
+
+
+def _singly(streams: Tensor) -> list[Tensor]:
+    return [streams[at : at + 1] for at in range(len(streams))]
 
 
 def _normed(streams: Tensor, eps: float) -> Tensor:
