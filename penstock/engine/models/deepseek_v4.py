@@ -31,31 +31,31 @@ class StreamsLayer(DecoderLayer):
     tokens: StepTokens
     """What its router reads, where it looks experts up."""
     head: StreamsHead | None
-    """Behind the last layer."""
+    """Behind the last layer of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV4Decoder(Decoder):
-    """See `Decoder`. The streams of a token lie side by side between its layers only: what comes in and goes out is
-    one."""
+    """See `Decoder`. The residual stream of a token has all its streams, side by side."""
 
     @property
     def launched_eagerly(self) -> bool:
         return True  # how a step is cut depends on its sequences
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    @property
+    def stream_width(self) -> int:
+        assert self.config.streams is not None
+        return self.config.streams.count * self.config.hidden_size
+
+    def embed(self, token_ids: Tensor) -> Tensor:
         for layer in self._layers:
             layer.tokens.ids = token_ids
-        try:
-            return self.run(self.embed(token_ids), batch, kv)
-        finally:
-            for layer in self._layers:
-                layer.tokens.ids = None
+        stream = Decoder.embed(self, token_ids)
+        return stream.repeat(1, self.stream_width // stream.shape[1])
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        streams_config, eps, dtype = self.config.streams, self.config.rms_eps, self.embedding.dtype
-        assert streams_config is not None
-        streams = residual.unsqueeze(1).repeat(1, streams_config.count, 1)
+        eps, dtype = self.config.rms_eps, self.embedding.dtype
+        streams = residual.view(len(residual), -1, self.config.hidden_size)
         for layer, cache in zip(self._layers, kv.layers, strict=True):
             entered = layer.around_mixer.enter(streams)
             x = layer.mixer.ops.rms_norm(entered.x, layer.mixer_norm, eps, dtype)
@@ -63,9 +63,9 @@ class DeepseekV4Decoder(Decoder):
             entered = layer.around_feed_forward.enter(streams)
             x = layer.feed_forward.ops.rms_norm(entered.x, layer.feed_forward_norm, eps, dtype)
             streams = entered.leave(layer.feed_forward.forward(x), streams)
+        residual.copy_(streams.flatten(1))
         head = self._layers[-1].head
-        assert head is not None
-        out: Tensor = self.ops.rms_norm(head(streams), self.final_norm, eps, dtype)
+        out: Tensor = self.ops.rms_norm(streams[:, 0] if head is None else head(streams), self.final_norm, eps, dtype)
         return out
 
     @property

@@ -164,8 +164,9 @@ BASES: dict[str, dict[str, Any]] = {
 ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "", 3)
 LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
-    [SLIDING, CSA, HCA, CSA], [SLIDING, HCA] * 2, ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["conv", "conv", FULL, "conv"],
+    ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["conv", "conv", FULL, "conv"],
     [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
+    [SLIDING, CSA, HCA, CSA], [SLIDING, HCA] * 2,
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}

@@ -1,8 +1,8 @@
 """Attention to a window and to entries that stand for several tokens each (DeepSeek V4).
 
 Every `rate` tokens are made into one entry, a mean of theirs weighted in each dimension by a softmax. A token attends
-to the last `window` tokens one by one, itself included, and to the entries of all groups that are complete with it; where
-there is an indexer, to those that score best. Keys are values.
+to the last `window` tokens one by one, itself included, and to the entries of all groups that are complete with it;
+where there is an indexer, to those that score best. Keys are values.
 """
 
 from __future__ import annotations

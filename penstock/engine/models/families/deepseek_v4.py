@@ -105,7 +105,7 @@ def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
         compress = {**given, "rope_theta": raw.get("compress_rope_theta"), "partial_rotary_factor": share}
         if compress.get("rope_type", compress.get("type")) == "yarn":
             compress = {"attention_factor": 1.0, **compress}
-    found = []
+    found, outer = [], raw.get("original_max_position_embeddings")
     for name, parameters in (("compress", compress), ("main", main)):
         rope = read_rope(raw, parameters, partial=True)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -113,6 +113,9 @@ def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
             raise CheckpointError(
                 f"rope scaling {kind!r:.80} of {name} is not supported; supported: {', '.join(_KINDS)}"
             )
+        # Which of the two the reference takes depends on the kind.
+        if kind in ("llama3", "yarn") and outer not in (None, parameters.get("original_max_position_embeddings")):
+            raise CheckpointError(f"original_max_position_embeddings is {outer!r:.80}, and another in rope parameters")
         found.append(rope)
     if found[0].rotated != found[1].rotated:
         raise CheckpointError(f"rope parameters of main and compress rotate {found[1].rotated} and {found[0].rotated}")

@@ -30,6 +30,11 @@ class StepTokens:
 
     ids: Tensor | None = None
 
+    def of(self, count: int) -> Tensor:
+        if self.ids is None or len(self.ids) != count:
+            raise RuntimeError("experts are chosen by token ids, and nobody has said which the tokens of this step are")
+        return self.ids
+
 
 @dataclass(frozen=True, slots=True)
 class Router:
@@ -58,8 +63,7 @@ class Router:
         logits = self.linear(x).float()
         scores = self._scores(logits)
         if self.table is not None:
-            assert self.tokens.ids is not None, "experts are chosen by token ids, and nobody has said which these are"
-            experts = self.table[self.tokens.ids]
+            experts = self.table[self.tokens.of(len(x))]
             weights = scores.gather(1, experts)
         elif self.bias is None and self.groups == 1 and self.scoring == "softmax":
             weights, experts = scores.topk(self.top_k, dim=-1)
