@@ -196,6 +196,7 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
+        sqrt_softplus=backend.ops.sqrt_softplus,
         table=read.get(f"{block}{HASHED}", config.vocab_size, moe.top_k, dtype=torch.int64) if hashed else None,
         tokens=tokens or StepTokens(),
     )

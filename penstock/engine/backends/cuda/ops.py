@@ -304,6 +304,9 @@ class TritonOps(PlainIndexing, PlainCompression):
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x).sqrt()
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 

@@ -42,6 +42,10 @@ class Ops(ActivationOps, AttentionOps, CompressionOps, IndexOps, RecurrentOps, S
         """Of every number of `x` [T, n]; a new tensor."""
         ...
 
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        """Likewise: sqrt(log(1 + exp(x)))."""
+        ...
+
     def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
         """Write the rows of `x` [T, n] to rows `at` (int64 [T]) of `table` [rows, n], or to its first; in its dtype."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.interface import (
     AttentionBatch,
@@ -43,6 +44,9 @@ class PlainMixers(PlainIndexing, PlainCompression):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x).sqrt()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()

@@ -54,6 +54,7 @@ class Router:
     total_eps: float = SMALL_TOTAL
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     """See `Ops.sigmoid`."""
+    sqrt_softplus: Callable[[Tensor], Tensor] = lambda x: F.softplus(x).sqrt()
     table: Tensor | None = None
     """int64 [vocab, top_k]: the experts of each token, where scores only weigh them."""
     tokens: StepTokens = field(default_factory=StepTokens)
@@ -84,7 +85,7 @@ class Router:
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.scoring == "sqrt_softplus":
-            return F.softplus(logits).sqrt()
+            return self.sqrt_softplus(logits)
         return self.sigmoid(logits) if self.scoring == "sigmoid" else logits.softmax(-1)
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
