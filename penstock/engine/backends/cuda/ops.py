@@ -56,6 +56,7 @@ from penstock.engine.backends.interface import (
     OverRanks,
     ShortConvWeights,
 )
+from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
 
 _INVARIANT_ROWS = 256
@@ -66,7 +67,7 @@ _INVARIANT_BYTES = 128 << 20
 log = logging.getLogger(__name__)
 
 
-class TritonOps(PlainIndexing):
+class TritonOps(PlainIndexing, PlainCompression):
     """See `Ops`."""
 
     wide_stream = False
@@ -302,6 +303,9 @@ class TritonOps(PlainIndexing):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x).sqrt()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
