@@ -38,6 +38,8 @@ _INVARIANT_BYTES = 128 << 20
 """Those partial sums where heads are wide (latents)."""
 SCORE_BYTES = 32 << 20
 """Scores that exist at a time, at most: they are read several times, and these stay in the L2 cache."""
+CHOICE_BYTES = 8 * SCORE_BYTES
+"""What choosing takes at most, launched and captured: scores, rotated queries of as many tokens, counts and lists."""
 _ALIGNED = 16
 """Tokens are scored in multiples of this: pointers to some of them stay multiples of what kernels are built for."""
 
