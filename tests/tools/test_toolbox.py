@@ -87,7 +87,7 @@ def parsed(box: Toolbox, message: str) -> Parsed:
     return gather(parser.push(message) + parser.flush())
 
 
-LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "olmo3", "xlam", "solar_open")
+LIKE_OTHERS = ("deepseek_v4", "hunyuan", "nemotron", "functools", "olmo3", "xlam", "solar_open")
 """Formats whose calls under a grammar differ from others in their marks only."""
 
 

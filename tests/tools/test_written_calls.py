@@ -188,7 +188,14 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("formatted as functools[{...}]").name == "functools"
     assert detect('in a single JSON array: [{"name": "tool_call_name", ...').name == "xlam"
     assert detect("<|system|>\n# \u53ef\u7528\u5de5\u5177").name == "glm4"
-    assert detect("<\uff5cDSML\uff5ctool_calls>").name != "deepseek_v32"
+    assert detect("<\uff5cDSML\uff5ctool_calls>").name == "deepseek_v4"
+    assert (
+        detect("{% set d = '\uff5cDSML\uff5c' %}{{ '<' ~ d ~ 'function_calls>' }} {{ m.tool_calls }}").name
+        == "deepseek_v32"
+    )
+    assert (
+        detect("{% set d = '\uff5cDSML\uff5c' %}{{ '<' ~ d ~ 'tool_calls>' }} {{ m.tool_calls }}").name == "deepseek_v4"
+    )
 
 
 def test_a_huge_or_deep_list_is_text() -> None:
