@@ -50,11 +50,12 @@ from penstock.engine.backends.interface import (
     OverRanks,
     ShortConvWeights,
 )
+from penstock.engine.backends.reference.compressed import PlainCompression
 
 log = logging.getLogger(__name__)
 
 
-class TritonOps(LatentOps):
+class TritonOps(LatentOps, PlainCompression):
     """See `Ops`."""
 
     wide_stream = False
@@ -214,6 +215,9 @@ class TritonOps(LatentOps):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x).sqrt()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
