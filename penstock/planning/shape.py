@@ -216,6 +216,9 @@ class ModelShape:
     sandwich_norms: bool = False
     one_norm: bool = False
     """Of a layer whose attention and feed-forward read the same."""
+    norm_parts: int = 1
+    """Numbers that a norm of the residual stream has for each dimension: gains, biases."""
+    head_bias: bool = False
     sinks: bool = False
     """A learned attention sink per head."""
     gated_attention: bool = False
@@ -258,7 +261,7 @@ class ModelShape:
             biases = self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(0, 0, 0, 2 * hidden * self.ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
-        small = hidden * norms + (self.heads if self.sinks else 0)
+        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0)
         mla = self.mla
         if mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim
@@ -364,7 +367,8 @@ class ModelShape:
         """Of the whole model; a tied head is not counted twice."""
         layers = sum(part.total * count for part, count in self.layer_groups())
         head = 0 if self.tied_embeddings else self.head_parameters
-        return self.embedding_parameters + layers + self.hidden + head
+        small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
+        return self.embedding_parameters + layers + small + head
 
     @property
     def active_parameters(self) -> int:

@@ -132,6 +132,7 @@ MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 64, "llama_4
                    "mscale_all_dim": 1.0}  # fmt: skip
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+THREE_QUARTERS = {**HALF_ROPE, "partial_rotary_factor": 0.75}
 LLAMA4: dict[str, Any] = {"head_dim": 32, "intermediate_size_mlp": 112, "num_local_experts": 4, "attn_scale": 0.3}
 GLM_MOE: dict[str, Any] = {
     "head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 12, "num_experts_per_tok": 3,
@@ -397,6 +398,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "glm": ("GlmConfig", {"head_dim": 32, "attention_bias": True}),
+    "glm-unbiased": ("GlmConfig", {"head_dim": 16, "attention_bias": False, "rope_parameters": THREE_QUARTERS}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLmConfig", {"use_parallel_residual": True, "rope_parameters": HALF_ROPE}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
+    "starcoder2-unbiased": ("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": False}),
+    "olmo": ("OlmoConfig", {"clip_qkv": 1.5}),
+    "olmo-biased": ("OlmoConfig", {"attention_bias": True, "tie_word_embeddings": True}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+    "phi-gqa": ("PhiConfig", {"rope_parameters": THREE_QUARTERS}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "helium-biased": ("HeliumConfig", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("HyperCLOVAXConfig", {**GRANITE, "head_dim": 32}),
+    "hyperclovax-biased": ("HyperCLOVAXConfig", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.4}),
+    "jais2": ("Jais2Config", {}),
+    "jais2-unbiased": ("Jais2Config", {"attention_bias": False, "mlp_bias": False}),
+    "nemotron": ("NemotronConfig", {"head_dim": 32}),
+    "nemotron-biased": ("NemotronConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": HALF_ROPE}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

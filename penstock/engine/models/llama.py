@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, Clip, HeadLayout, Xielu
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -142,6 +143,7 @@ def compose_attention(context: LayerContext) -> Attention:
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
+        clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
@@ -162,10 +164,13 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         fused: str = names.fused_gate_up,
         outer: int = hidden,
     ) -> GatedMlp:
-        parts = dict.fromkeys(gate_up if has_gate(config.activation) else gate_up[1:], ffn)
+        activation = config.activation
+        if isinstance(activation, Xielu):
+            activation = _xielu(read, f"{prefix}act_fn.", activation)
+        parts = dict.fromkeys(gate_up if has_gate(activation) else gate_up[1:], ffn)
         return GatedMlp(
             ops=ops,
-            activation=config.activation,
+            activation=activation,
             gate_up=read.linear(prefix, parts, outer, bias, fused),
             down=read.linear(prefix, {down: outer}, ffn, bias),
         )
@@ -222,6 +227,16 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
     )
+
+
+def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:
+    """With a layer's own numbers, in the precision in which they are stored."""
+    positive, negative = (read.get(f"{at}alpha_{sign}", 1, dtype=torch.float32) for sign in "pn")
+    beta, eps = (
+        float(read.get(f"{at}{name}", dtype=torch.float32)) if read.stores(f"{at}{name}") else number
+        for name, number in (("beta", usual.beta), ("eps", usual.eps))
+    )
+    return Xielu(float(F.softplus(positive)), beta + float(F.softplus(negative)), beta, eps)
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

@@ -278,9 +278,24 @@ class ModelConfig:
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
-    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
+    """Whether attention and feed-forward of a layer read the same stream, and both are added to it."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
+
+    layer_norms: bool = False
+    """Whether what normalizes the residual stream are LayerNorms."""
+    norm_bias: bool = False
+    """Whether these have biases."""
+    own_norms: bool = False
+    """With `parallel`: whether the feed-forward has a norm of its own."""
+    head_bias: bool = False
+    clip_qkv: float | None = None
+    """Queries, keys and values lie within +- this."""
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether a layer has one norm before both its parts."""
+        return self.parallel and not self.own_norms
 
     @property
     def rotary_dim(self) -> int:
@@ -310,4 +325,4 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        return not self.parallel and not self.only and not self.sandwich_norms and not indexed
+        return not self.parallel and not self.layer_norms and not self.only and not self.sandwich_norms and not indexed

@@ -107,6 +107,12 @@ class WeightReader:
             return self.get(f"{name}.weight", *shape)
         return self.get(f"{name}.weight", *shape, dtype=torch.float32) + self._norm_offset
 
+    def layer_norm(self, at: str, name: str, size: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Gains and biases of a norm `at + name`; without a name it has no weights."""
+        if not name:
+            return self.ones(size), None
+        return self.norm(at + name, size), self.get(f"{at}{name}.bias", size) if bias else None
+
     def unshifted(self, name: str, size: int) -> Tensor:
         """Norm weights that are stored as they are also where others have an offset; float32."""
         return self.get(f"{name}.weight", size, dtype=torch.float32)

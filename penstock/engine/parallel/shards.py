@@ -38,6 +38,7 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 SINKS = ".sinks"
 LEAST_GROUP = 32
 """Inputs that the kernels expect to share a scale."""
@@ -159,7 +160,7 @@ class Cuts:
         return prefix if found is None else f"{found[1]}{int(found[2]) + self.layers[0]}{found[3]}"
 
     def of(self, name: str) -> Cut:
-        if name == HEAD:
+        if name in (HEAD, HEAD_BIAS):
             return self._head
         if name.endswith(SINKS):
             return self._sinks

@@ -54,6 +54,7 @@ from penstock.engine.backends.interface import (
     MambaLayout,
     MambaWeights,
     OverRanks,
+    Pointwise,
     ShortConvWeights,
 )
 from penstock.engine.backends.reference.indexer import PlainIndexing
@@ -110,6 +111,12 @@ class TritonOps(PlainIndexing):
 
     def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
         norm.centre(residual, added, pdl=self.pdl)
+
+    def pointwise(self, x: Tensor | Addends, function: Pointwise) -> Tensor:
+        return activation.pointwise(x, function, pdl=self.pdl)
+
+    def add_row(self, x: Tensor, row: Tensor) -> None:
+        x.add_(row)
 
     def silu_mul(self, gate_up: Tensor | Addends | UngatedSums) -> Tensor:
         if isinstance(gate_up, UngatedSums):

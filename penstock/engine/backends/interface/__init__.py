@@ -14,7 +14,7 @@ Layout, the same everywhere:
 * The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
-from penstock.engine.backends.activation import Activation, ClampedSwiglu
+from penstock.engine.backends.activation import Activation, ClampedSwiglu, Clip, Pointwise, Xielu
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
@@ -86,6 +86,7 @@ __all__ = [
     "Chosen",
     "ChosenTokens",
     "ClampedSwiglu",
+    "Clip",
     "CopyEvent",
     "DeltaLayout",
     "DeltaWeights",
@@ -111,6 +112,7 @@ __all__ = [
     "NativeLibrary",
     "Ops",
     "OverRanks",
+    "Pointwise",
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",
@@ -120,6 +122,7 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "Xielu",
     "apply_links",
     "attended",
     "torch_dtype",

@@ -34,13 +34,17 @@ from penstock.engine.models.families.flex_olmo import FLEX_OLMO
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.glm import GLM
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from penstock.engine.models.families.helium import HELIUM
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
+from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
@@ -51,10 +55,13 @@ from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
+from penstock.engine.models.families.olmo import OLMO
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.olmoe import OLMOE
+from penstock.engine.models.families.phi import PHI
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
@@ -65,6 +72,8 @@ from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
+from penstock.engine.models.families.stablelm import STABLELM
+from penstock.engine.models.families.starcoder2 import STARCODER2
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -147,6 +156,15 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         LFM2,
         LFM2_MOE,
+        GLM,
+        STABLELM,
+        STARCODER2,
+        OLMO,
+        PHI,
+        HELIUM,
+        HYPERCLOVAX,
+        JAIS2,
+        NEMOTRON,
     )
 }
 """By `model_type`."""

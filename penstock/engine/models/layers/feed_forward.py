@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu, Link
+from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu, Link, Xielu
 from penstock.engine.models.layers.linear import ChainedLinear, InlineLinear, Linear
 
 
@@ -127,8 +127,8 @@ class ScaledMlp(GatedMlp):
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
     """act(gate) * up of [T, 2 * ffn], or act(up) of [T, ffn], in a form that the linears of `ops` read. May write over
     its input."""
-    if activation == "relu2":
-        return gate_up.relu_().square_()
+    if isinstance(activation, Xielu) or activation in ("relu2", "plain_gelu", "plain_gelu_tanh"):
+        return ops.pointwise(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)
