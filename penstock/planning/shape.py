@@ -216,6 +216,8 @@ class ModelShape:
     sandwich_norms: bool = False
     one_norm: bool = False
     """Of a layer whose attention and feed-forward read the same."""
+    expert_norm: bool = False
+    """Whether there is a norm behind experts alone."""
     norm_parts: int = 1
     """Numbers that a norm of the residual stream has for each dimension: gains, biases."""
     head_bias: bool = False
@@ -314,6 +316,8 @@ class ModelShape:
             small += (matrices - 1) * self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(query_output, key_value, latent, matrices * hidden * self.ffn, 0, 0, small)
         ups = 2 if moe.gate else 1
+        if self.expert_norm:
+            small += hidden
         if moe.bias:
             small += moe.experts * (ups * moe.ffn + hidden)
         if self.mlp_bias and moe.shared_ffn:

@@ -22,7 +22,9 @@ VARIANTS = {
     "hunyuan-biased", "glm4-moe-lite-some-dense", "exaone-moe-full", "dots1-window", "arcee-biased",
     "lfm2-biased", "lfm2-moe-plain",
     "glm-unbiased", "stablelm-parallel", "starcoder2-unbiased", "olmo-biased", "phi-gqa", "helium-biased",
-    "hyperclovax-biased", "jais2-unbiased", "nemotron-biased",
+    "hyperclovax-biased", "jais2-unbiased", "nemotron-biased", "apertus-biased", "hy-v3-some-dense", "youtu-halves",
+    "granite-swa-biased", "granite-moe-swa-shared", "afmoe-biased",
+    "stablelm-head-norms", "axk1-some-dense", "minicpm3-plain", "cohere2-moe-sigmoids",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {
@@ -30,7 +32,10 @@ COMBINED = {
     "arcee", "flex-olmo", "mellum", "ernie4.5-moe", "lfm2-moe", "granite-moe", "olmoe", "qwen2-moe", "nemotron-h",
 }  # fmt: skip
 """Families of parts that others have: in the slow suite too."""
-BRIEF = ("glm", "stablelm", "starcoder2", "olmo", "phi", "helium", "hyperclovax", "jais2", "nemotron")
+BRIEF = (
+    "glm", "stablelm", "starcoder2", "olmo", "phi", "helium", "hyperclovax", "jais2", "nemotron", "apertus", "hy-v3",
+    "youtu", "granite-swa", "granite-moe-swa", "afmoe", "axk1", "minicpm3", "cohere2-moe",
+)  # fmt: skip
 """These too; in the quick one they are compared briefly."""
 SLOW = VARIANTS | COMBINED | {*BRIEF}
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAMILIES]

@@ -160,6 +160,24 @@ DOTS1: dict[str, Any] = {
 SOLAR: dict[str, Any] = {**CORRECTED, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 1}
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
+HY_V3: dict[str, Any] = {
+    "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "router_scaling_factor": 1.7,
+}  # fmt: skip
+AFMOE: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "sliding_window": 40,
+}  # fmt: skip
+YOUTU: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}  # fmt: skip
+AXK1: dict[str, Any] = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+COHERE_MOE: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "sliding_window": 40,
+    "sliding_window_pattern": 2, "logit_scale": 0.3,
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {}),
     "llama-mqa-tied": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -416,6 +434,78 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2-unbiased": ("Jais2Config", {"attention_bias": False, "mlp_bias": False}),
     "nemotron": ("NemotronConfig", {"head_dim": 32}),
     "nemotron-biased": ("NemotronConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": HALF_ROPE}),
+    "apertus": ("ApertusConfig", {"head_dim": 16}),
+    "apertus-biased": ("ApertusConfig", {"attention_bias": True, "rope_parameters": LINEAR_ROPE}),
+    "hy-v3": ("HYV3Config", {**HY_V3, "num_shared_experts": 2}),
+    "hy-v3-some-dense": (
+        "HYV3Config",
+        {**HY_V3, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "mlp_bias": True},
+    ),
+    "youtu": ("YoutuConfig", YOUTU),
+    "youtu-halves": ("YoutuConfig", {**YOUTU, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True}),
+    "granite-swa": ("GraniteSWAConfig", {**GRANITE, "sliding_window": 40, "layer_rope_theta": [0, 500.0, 10000.0]}),
+    "granite-swa-biased": (
+        "GraniteSWAConfig",
+        {"sliding_window": 40, "attention_bias": True, "mlp_bias": True, "layer_types": TWO_IN_THREE},
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWAConfig",
+        {**GRANITE, "sliding_window": 40, "num_local_experts": 6, "layer_rope_theta": [500.0, 0, 10000.0]},
+    ),
+    "granite-moe-swa-shared": (
+        "GraniteMoeSWAConfig",
+        {"sliding_window": 40, "num_local_experts": 5, "shared_intermediate_size": 48, "attention_bias": True},
+    ),
+    "afmoe": ("AfmoeConfig", {**AFMOE, "mup_enabled": True, "route_scale": 1.7}),
+    "afmoe-biased": (
+        "AfmoeConfig",
+        {**AFMOE, "layer_types": [FULL, SLIDING, SLIDING, FULL], "num_dense_layers": 2, "attention_bias": True},
+    ),
+    "stablelm-head-norms": (
+        "StableLmConfig",
+        {"use_parallel_residual": True, "qk_layernorm": True, "layer_norm_eps": 1e-4},
+    ),
+    "axk1": ("AXK1Config", {**AXK1, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
+    "axk1-some-dense": (
+        "AXK1Config",
+        {
+            **AXK1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+    ),
+    "minicpm3": ("MiniCPM3Config", {**YOUTU, "dim_model_base": 16, "scale_emb": 3}),
+    "minicpm3-plain": (
+        "MiniCPM3Config",
+        {
+            **YOUTU,
+            "q_lora_rank": None,
+            "v_head_dim": None,
+            "scale_depth": None,
+            "dim_model_base": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "cohere2-moe": (
+        "Cohere2MoeConfig",
+        {**COHERE_MOE, "num_shared_experts": 1, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 80},
+    ),
+    "cohere2-moe-sigmoids": (
+        "Cohere2MoeConfig",
+        {
+            **COHERE_MOE,
+            "expert_selection_fn": "sigmoid",
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-4,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "attention_bias": True,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -467,7 +557,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(0, 2)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
-            elif key.endswith((".A_log", ".D")):
+            elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
             else:
                 parameter.mul_(spread)

@@ -1,5 +1,7 @@
 """Layers with LayerNorms, one behind the other or side by side: Command-R, Phi, StableLM and those like them.
 
+Command-A+ may have RMS norms, side by side.
+
 Only norms read the residual stream, and a LayerNorm does not see its mean: the stream is kept centred, and the norms
 are RMS norms of it. Where they have biases, these are added to what the norms give.
 """
@@ -29,11 +31,11 @@ class CentredDecoder(Decoder):
         ops, parallel = self.ops, self.config.parallel
         added: tuple[Any, ...] = ()
         for layer, cache in zip(self.layers, kv.layers, strict=True):
-            ops.centre(residual, *added)
+            self._add(residual, *added)
             mixer, feed_forward = layer.mixer, layer.feed_forward
             x = y = self._normed(mixer.ops, residual, layer.mixer_norm, layer.mixer_norm_bias)
             if not parallel:
-                ops.centre(residual, mixer.forward(x, batch, cache))
+                self._add(residual, mixer.forward(x, batch, cache))
             # Linears of another kind read another form.
             if not self.config.one_norm or feed_forward.ops != mixer.ops:
                 y = self._normed(feed_forward.ops, residual, layer.feed_forward_norm, layer.feed_forward_norm_bias)
@@ -41,8 +43,15 @@ class CentredDecoder(Decoder):
                 added = mixer.forward(x, batch, cache), feed_forward.forward(y)
             else:
                 added = (feed_forward.forward(y),)
-        ops.centre(residual, *added)
+        self._add(residual, *added)
         return self._normed(ops, residual, self.final_norm, self.final_norm_bias)
+
+    def _add(self, residual: Tensor, *added: Any) -> None:
+        if self.config.layer_norms:
+            self.ops.centre(residual, *added)
+            return
+        for x in added:
+            self.ops.add_rms_norm(x, residual, None, self.config.rms_eps)
 
     def _normed(self, ops: ActivationOps, residual: Tensor, gains: Tensor | None, bias: Tensor | None) -> Any:
         if bias is None:

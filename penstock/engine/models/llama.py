@@ -6,7 +6,9 @@ The residual stream is one tensor updated in place; the residual addition and th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +31,7 @@ from penstock.engine.models.layers.experts import (
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
+from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
 
@@ -119,7 +122,10 @@ def compose_attention(context: LayerContext) -> Attention:
         growth = None
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     q_norm, k_norm = (prefix + name for name in names.head_norms)
-    return Attention(
+    make: Callable[..., Attention] = Attention
+    if config.output_gate:
+        make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+    return make(
         ops=context.inner,
         attention_ops=read.backend.ops,
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
@@ -222,9 +228,12 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     if not moe.shared_ffn_size:
         return routed
     at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
+    shared = gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops)
+    if moe.shared_scale != 1.0:
+        shared = ScaledMlp(shared.ops, shared.activation, shared.gate_up, shared.down, 1.0, moe.shared_scale)
     return backend.with_shared(
         routed=routed,
-        shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
+        shared=shared,
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
     )
 

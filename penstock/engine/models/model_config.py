@@ -58,6 +58,8 @@ class MoeConfig:
     """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
+    shared_scale: float = 1.0
+    """Factor of what that expert gives."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
     latent: int = 0
@@ -228,6 +230,8 @@ class ModelConfig:
     """Sliding window of each layer; None where a layer sees everything."""
     chunked: bool = False
     """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    """Rotary embedding of each layer, where they have their own."""
     unrotated: tuple[bool, ...] = ()
     """Which layers have no rotary embedding; empty: none."""
     query_growth: QueryGrowth | None = None
@@ -259,6 +263,8 @@ class ModelConfig:
     """The one part that each layer has; empty: every layer has both."""
     gated_attention: bool = False
     """Whether the query projection also gives a gate for each head's output."""
+    output_gate: bool = False
+    """Whether a matrix of its own gives such a gate."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     norm_offset: float = 0.0
@@ -305,6 +311,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
+        if self.layer_ropes:
+            return self.layer_ropes
         ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
         if not self.unrotated:
             return ropes
@@ -325,4 +333,5 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        return not self.parallel and not self.layer_norms and not self.only and not self.sandwich_norms and not indexed
+        outside = self.parallel or self.layer_norms or self.output_gate
+        return not outside and not self.only and not self.sandwich_norms and not indexed

@@ -92,6 +92,8 @@ class Cuts:
             tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
             tensors.output: Cut(inputs=q),
         }
+        self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
+        self._gate_cut = Cut(outputs=(q,))
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
@@ -108,7 +110,8 @@ class Cuts:
         if model.short_conv is not None and not place.data:
             self._short_conv = short_conv_cuts(model.short_conv, place)
         if model.qk_layer_norm:
-            self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
+            q_norm, k_norm = tensors.head_norms
+            self._attention |= {q_norm: Cut(outputs=(heads,)), k_norm: Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
@@ -164,6 +167,8 @@ class Cuts:
             return self._head
         if name.endswith(SINKS):
             return self._sinks
+        if self._gate and self._gate in name:
+            return WHOLE if self.place.data else self._gate_cut
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]

@@ -66,7 +66,7 @@ ARCHITECTURES = {
     "lfm2-moe": "lfm2moe",
     "glm": "chatglm",
     "stablelm": "stablelm",
-    "stablelm-parallel": "stablelm",
+    "stablelm-head-norms": "stablelm",
     "starcoder2": "starcoder2",
     "olmo": "olmo",
     "phi": "phi2",
@@ -74,7 +74,7 @@ ARCHITECTURES = {
     "jais2": "jais2",
 }
 SLOW = {
-    "stablelm-parallel",
+    "stablelm-head-norms",
     "olmo",
     "nemotron",
     "jais2",
@@ -240,6 +240,10 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", part)
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
+            continue
+        of_head = re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part)
+        if of_head is not None:
+            stacks.setdefault(f"blk.{layer}.attn_{of_head[1]}_norm.weight", {})[int(of_head[2])] = tensor
             continue
         if part in STACKS:
             parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]

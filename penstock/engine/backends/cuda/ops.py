@@ -310,7 +310,11 @@ class TritonOps(PlainIndexing):
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+    def sigmoid_mul(self, x: Tensor, gate: Tensor | Addends) -> Tensor:
+        if isinstance(gate, Addends):
+            gate = gate.base + torch.where((gate.ranks > 0).unsqueeze(1), gate.delta, 0)
+        if gate.dim() == 2:
+            gate = gate.unsqueeze(1)
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
     def delta_net(

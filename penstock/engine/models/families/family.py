@@ -67,6 +67,8 @@ class ConfigFields(TypedDict, total=False):
     head_bias: bool
     head_dim: int
     latent: LatentConfig
+    layer_ropes: tuple[RopeConfig, ...]
+    output_gate: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float

@@ -29,8 +29,11 @@ def _fields(raw: HFConfig) -> ConfigFields:
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     if hidden % heads or raw.get("head_dim") not in (None, hidden // heads):
         raise CheckpointError(f"{heads} heads of stablelm models must make up hidden_size {hidden}")
+    normed = flag(raw, "qk_layernorm")
     return {
         **layer_normed(raw),
+        "qk_norm": normed,
+        "qk_layer_norm": normed,
         "head_dim": hidden // heads,
         "parallel": flag(raw, "use_parallel_residual"),
         "qkv_bias": flag(raw, "use_qkv_bias"),
@@ -47,6 +50,7 @@ def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
         "use_qkv_bias": config["attention_bias"] or config["fused_bias"],
         "attention_bias": False,  # which such files call otherwise
         "use_parallel_residual": parallel,
+        "qk_layernorm": config["use_qk_norm"],
     }
 
 
@@ -54,8 +58,8 @@ STABLELM = Family(
     model_type="stablelm",
     class_name="StableLmForCausalLM",
     fields=_fields,
-    reads=frozenset({"layer_norm_eps", "use_parallel_residual", "use_qkv_bias"}),
-    limits={"hidden_act": SILU, "qk_layernorm": (False,)},
+    reads=frozenset({"layer_norm_eps", "qk_layernorm", "use_parallel_residual", "use_qkv_bias"}),
+    limits={"hidden_act": SILU},
     names=TensorNames(head_norms=("q_layernorm", "k_layernorm")),
     gguf=GGUFFormat(
         architectures=("stablelm",),

@@ -120,7 +120,8 @@ class ScaledMlp(GatedMlp):
 
     def forward(self, x: Any) -> Tensor:
         gate_up = self.gate_up(x)
-        gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_scale)
+        if self.gate_scale != 1.0:
+            gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_scale)
         return self.down(gated(self.ops, self.activation, gate_up)).mul_(self.scale)
 
 
