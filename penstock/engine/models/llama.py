@@ -6,6 +6,7 @@ The residual stream is one tensor updated in place; the residual addition and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, Clip, HeadLayout, Xielu
@@ -97,13 +97,17 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
     def norm(name: str) -> Tensor | None:
         return read.norm(prefix + name, hidden) if name else None
 
+    def out_norm(name: str) -> Tensor | None:
+        gains, scale = norm(name), context.config.out_norm_scale
+        return gains if gains is None or scale == 1.0 else gains * scale
+
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm),
-        feed_forward_out_norm=norm(names.feed_forward_out_norm),
+        mixer_out_norm=out_norm(names.mixer_out_norm),
+        feed_forward_out_norm=out_norm(names.feed_forward_out_norm),
     )
 
 
@@ -240,12 +244,16 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
 
 def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:
     """With a layer's own numbers, in the precision in which they are stored."""
-    positive, negative = (read.get(f"{at}alpha_{sign}", 1, dtype=torch.float32) for sign in "pn")
+    positive, negative = (softplus(read.number(f"{at}alpha_{sign}", 1)) for sign in "pn")
     beta, eps = (
-        float(read.get(f"{at}{name}", dtype=torch.float32)) if read.stores(f"{at}{name}") else number
+        read.number(at + name) if read.stores(at + name) else number
         for name, number in (("beta", usual.beta), ("eps", usual.eps))
     )
-    return Xielu(float(F.softplus(positive)), beta + float(F.softplus(negative)), beta, eps)
+    return Xielu(positive, beta + negative, beta, eps)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

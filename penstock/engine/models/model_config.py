@@ -267,6 +267,8 @@ class ModelConfig:
     """Whether a matrix of its own gives such a gate."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
+    out_norm_scale: float = 1.0
+    """Factor of what these give."""
     norm_offset: float = 0.0
     """Added to norm weights when they are read."""
     embedding_scale: float = 1.0

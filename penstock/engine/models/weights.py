@@ -87,6 +87,10 @@ class WeightReader:
         one_row = name in self.names and self.weights.tensor(name).ndim == 2
         return self.get(name, *((1, size) if one_row else (size,)), dtype=dtype).view(size)
 
+    def number(self, name: str, *shape: int) -> float:
+        """One number, on the host."""
+        return float(self.get(name, *shape, dtype=torch.float32))
+
     def touch(self, prefix: str) -> None:
         """Read tensors and forget them, so that they are in memory when they are wanted."""
         for name in self.names:

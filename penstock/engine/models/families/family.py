@@ -68,6 +68,7 @@ class ConfigFields(TypedDict, total=False):
     head_dim: int
     latent: LatentConfig
     layer_ropes: tuple[RopeConfig, ...]
+    out_norm_scale: float
     output_gate: bool
     gated_attention: bool
     local_rope: RopeConfig
