@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.backends.activation import has_gate
+from penstock.engine.backends.activation import Xielu, has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
 from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
@@ -88,6 +88,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
         only=model.only,
         gate=has_gate(model.activation),
+        activation_numbers=2 if isinstance(model.activation, Xielu) else 0,
     )
 
 

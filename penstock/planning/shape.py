@@ -234,6 +234,8 @@ class ModelShape:
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
     """Whether dense feed-forwards have a gate, where layers have both parts."""
+    activation_numbers: int = 0
+    """Learned ones, of a dense feed-forward's activation."""
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -314,6 +316,7 @@ class ModelShape:
         if moe is None or not routed:
             matrices = 3 if self.gate else 2
             small += (matrices - 1) * self.ffn + hidden if self.mlp_bias else 0
+            small += self.activation_numbers
             return LayerParts(query_output, key_value, latent, matrices * hidden * self.ffn, 0, 0, small)
         ups = 2 if moe.gate else 1
         if self.expert_norm:
