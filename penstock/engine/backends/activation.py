@@ -33,14 +33,21 @@ class Clip:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSilu:
+    """The gate of DeepSeek V4: silu(gate) * up, where the gate is at most `limit` and `up` within +-`limit`."""
+
+    limit: float
+
+
 Ungated = Literal["relu2", "plain_gelu", "plain_gelu_tanh"] | Xielu
 """Of feed-forwards without a gate: the square of a ReLU, gelu, gelu in its tanh form."""
 Pointwise = Ungated | Clip
 """What is done to every number by itself."""
-Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu | Ungated
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu | ClampedSilu | Ungated
 """Of the gate (gelu in its tanh form), or of feed-forwards that have none."""
 
 
 def has_gate(activation: Activation) -> bool:
     """Whether a feed-forward multiplies what its up matrix gives by the activated output of another."""
-    return activation in ("silu", "gelu_tanh") or isinstance(activation, ClampedSwiglu)
+    return activation not in ("relu2", "plain_gelu", "plain_gelu_tanh") and not isinstance(activation, Xielu)

@@ -56,7 +56,7 @@ class CentredDecoder(Decoder):
     def _normed(self, ops: ActivationOps, residual: Tensor, gains: Tensor | None, bias: Tensor | None) -> Any:
         if bias is None:
             return ops.rms_norm(residual, gains, self.config.rms_eps, self.embedding.dtype)
-        x = self.ops.rms_norm(residual, gains, self.config.rms_eps, self.embedding.dtype)
+        x: Any = self.ops.rms_norm(residual, gains, self.config.rms_eps, self.embedding.dtype)
         self.ops.add_row(x, bias)
         return x
 

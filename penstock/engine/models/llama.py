@@ -28,12 +28,16 @@ from penstock.engine.models.layers.experts import (
     ExpertSource,
     NarrowExperts,
     Router,
+    StepTokens,
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
+
+HASHED = "gate.tid2eid"
+"""Of a block of experts, where token ids say which are visited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +162,9 @@ def compose_attention(context: LayerContext) -> Attention:
     )
 
 
-def compose_feed_forward(context: LayerContext) -> FeedForward:
-    """Dense, or of experts where the configuration says so."""
+def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:
+    """Dense, or of experts where the configuration says so. `tokens`: those of a step, where experts are chosen by
+    them."""
     read, config, names, moe = context.read, context.config, context.names, context.config.moe
     hidden, backend = config.hidden_size, context.read.backend
 
@@ -192,13 +197,13 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
             return mlp
         return ScaledMlp(mlp.ops, mlp.activation, mlp.gate_up, mlp.down, *config.mlp_scales)
     block, ffn = context.prefix + names.moe, moe.ffn_size
-    corrected = f"{block}{names.correction_bias}"
+    corrected, hashed = f"{block}{names.correction_bias}", bool(moe.hashed) and moe.hashed[context.index]
     router = Router(
         linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
-        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias else None,
+        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias and not hashed else None,
         groups=moe.groups,
         top_groups=moe.top_groups,
         group_score=moe.group_score,
@@ -206,6 +211,9 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
+        sqrt_softplus=backend.ops.sqrt_softplus,
+        table=read.get(f"{block}{HASHED}", config.vocab_size, moe.top_k, dtype=torch.int64) if hashed else None,
+        tokens=tokens or StepTokens(),
     )
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one

@@ -149,6 +149,8 @@ def test_sizes_left_out_are_the_references(family: str) -> None:
             changes["head_dim"] = reference_of(family)[key] // 4
         if family == "mamba2" and key == "hidden_size":
             changes["num_heads"] = reference_of(family)["expand"] * reference_of(family)[key] // 8
+        if key == "num_hidden_layers" and "compress_ratios" in BASES[family]:
+            changes["compress_ratios"] = [4] * reference_of(family)[key]
         if family == "lfm2":  # the width is another than the key says
             changes["block_auto_adjust_ff_dim"] = False
         config = Case(family, changes).config

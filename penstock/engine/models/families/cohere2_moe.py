@@ -61,7 +61,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
     dense = count(raw, "first_k_dense_replace") if "first_k_dense_replace" in raw else 0
     sparse, windows = sparse_by_type(raw, dense), _windows(raw, dense)
     rotated = raw["prefix_dense_sliding_window_pattern"] == 1
-    fields = {**parallel_fields(raw), "layer_norms": raw.get("rms_norm_eps") is None}
+    fields: ConfigFields = {**parallel_fields(raw), "layer_norms": raw.get("rms_norm_eps") is None}
     if raw.get("rms_norm_eps") is not None:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     width = raw.get("prefix_dense_intermediate_size")
