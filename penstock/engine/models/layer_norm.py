@@ -44,7 +44,8 @@ class CentredDecoder(Decoder):
             else:
                 added = (feed_forward.forward(y),)
         self._add(residual, *added)
-        return self._normed(ops, residual, self.final_norm, self.final_norm_bias)
+        hidden: Tensor = self._normed(ops, residual, self.final_norm, self.final_norm_bias)
+        return hidden
 
     def _add(self, residual: Tensor, *added: Any) -> None:
         if self.config.layer_norms:

@@ -96,7 +96,7 @@ class ReferenceOps(PlainMixers):
             case Clip(limit):
                 return x.clamp(-limit, limit)
             case Xielu(positive, negative, beta, eps):
-                wide = x.float()
+                wide = x if x.dtype is torch.float64 else x.float()
                 bent = torch.expm1(wide.clamp(max=eps)) - wide
                 bent = torch.where(wide > 0, positive * wide.square(), negative * bent)
                 return (bent + beta * wide).to(x.dtype)
