@@ -17,7 +17,7 @@ _ROPE = {
 def _fields(raw: HFConfig) -> ConfigFields:
     bias = flag(raw, "attention_bias")
     fields: ConfigFields = {"activation": Xielu(), "qk_norm": True, "qkv_bias": bias, "output_bias": bias}
-    if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         fields["rope"] = read_rope(raw, _ROPE)
     return fields
 
