@@ -156,7 +156,7 @@ def test_few_bits_are_the_same_in_any_batch(folder: Path, kv_dtype: str) -> None
     for request in requests():
         alone |= generate(make_engine(folder, kv_dtype=kv_dtype, token_budget=48), request)
     crowded = make_engine(folder, kv_dtype=kv_dtype, num_blocks=16, token_budget=48)
-    assert generate(crowded, *requests()) == alone != generate(make_engine(folder), *requests())
+    assert generate(crowded, *requests()) == alone
     assert_idle(crowded)
 
 
