@@ -10,12 +10,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.backends.activation import has_gate
+from penstock.engine.backends.activation import Xielu, has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
+from penstock.engine.models.model_config import (
+    CompressionConfig,
+    DeltaConfig,
+    MambaConfig,
+    ModelConfig,
+    ShortConvConfig,
+)
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
+from penstock.planning.compression import Compression
 from penstock.planning.quantized_form import stored_form
 from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe, ShortConv
 
@@ -30,6 +37,8 @@ def shape_of_config(raw: Config, name: str) -> ModelShape:
     else:
         shape = _other(_decoder(raw), name)
     quantization = raw.get("quantization_config") or _decoder(raw).get("quantization_config")
+    if isinstance(quantization, Mapping) and "expert_dtype" in raw:
+        quantization = {"expert_dtype": raw["expert_dtype"], **quantization}
     stored = stored_form(quantization) if quantization else None
     return shape.with_stored(stored)
 
@@ -49,6 +58,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             router_bias=model.moe.router_bias or model.moe.correction_bias,
             gate=has_gate(model.activation),
             latent=model.moe.latent,
+            hashed=model.moe.hashed,
         )
     names = family_of(model.family).names
     mla, latent = None, model.latent
@@ -76,16 +86,38 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         qk_norm=model.rotated_qk_norm or (model.qk_norm and not model.qk_layer_norm),
         whole_qk_norm=model.row_norms or model.qk_layer_norm,
         sandwich_norms=bool(names.mixer_out_norm and names.mixer_norm),
-        one_norm=model.parallel,
+        one_norm=model.one_norm,
+        expert_norm=bool(names.feed_forward_out_norm) and not names.mixer_out_norm,
+        norm_parts=(1 if names.final_norm else 0) + model.norm_bias,
+        head_bias=model.head_bias,
         sinks=model.attention_sinks,
         moe=moe,
         mla=mla,
-        gated_attention=model.gated_attention,
+        gated_attention=model.gated_attention or model.output_gate,
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
+        compression=None if model.compression is None else _compression(model, model.compression),
         only=model.only,
         gate=has_gate(model.activation),
+        activation_numbers=2 if isinstance(model.activation, Xielu) else 0,
+    )
+
+
+def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:
+    return Compression(
+        rates=shape.rates,
+        chosen=shape.chosen,
+        heads=model.num_heads,
+        dim=model.head_dim,
+        window=shape.window,
+        query_rank=shape.query_rank,
+        output_groups=shape.output_groups,
+        output_rank=shape.output_rank,
+        index_heads=shape.index_heads,
+        index_dim=shape.index_dim,
+        most=shape.most,
+        streams=1 if model.streams is None else model.streams.count,
     )
 
 

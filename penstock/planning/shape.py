@@ -10,7 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from penstock.planning.compression import Compression
 from penstock.planning.numbers import WeightFormat
+
+_BLOCK = 16
+"""Tokens of a block, as engines have it that say nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Moe:
     """Whether experts have a gate, the shared one too."""
     latent: int = 0
     """Numbers of a token that experts read, between two matrices; 0: all of them."""
+    hashed: tuple[bool, ...] = ()
+    """In which layers a table says which experts a token visits, and there is no bias."""
 
     @property
     def count(self) -> int:
@@ -216,6 +222,11 @@ class ModelShape:
     sandwich_norms: bool = False
     one_norm: bool = False
     """Of a layer whose attention and feed-forward read the same."""
+    expert_norm: bool = False
+    """Whether there is a norm behind experts alone."""
+    norm_parts: int = 1
+    """Numbers that a norm of the residual stream has for each dimension: gains, biases."""
+    head_bias: bool = False
     sinks: bool = False
     """A learned attention sink per head."""
     gated_attention: bool = False
@@ -225,10 +236,13 @@ class ModelShape:
     delta: Delta | None = None
     mamba: Mamba | None = None
     short_conv: ShortConv | None = None
+    compression: Compression | None = None
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
     """Whether dense feed-forwards have a gate, where layers have both parts."""
+    activation_numbers: int = 0
+    """Learned ones, of a dense feed-forward's activation."""
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -242,23 +256,27 @@ class ModelShape:
         """The parameters of one layer."""
         return self._parts(*self._kind(index))
 
-    def _kind(self, index: int) -> tuple[bool, bool, str, bool]:
-        """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, and whether it has
-        an indexer."""
+    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool]:
+        """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, whether it has an
+        indexer, how many tokens its entries stand for, and whether a table chooses its experts."""
         routed = self.moe is not None and self.moe.layers[index]
         recurrent = self.recurrent
         part = self.only[index] if self.only else ""
         indexed = self.mla is not None and bool(self.mla.indexed) and self.mla.indexed[index]
-        return routed, recurrent is not None and recurrent.layers[index], part, indexed
+        rate, compression = 0, self.compression
+        if compression is not None:
+            rate, indexed = compression.rates[index], compression.chosen[index]
+        hashed = self.moe is not None and bool(self.moe.hashed) and self.moe.hashed[index]
+        return routed, recurrent is not None and recurrent.layers[index], part, indexed, rate, hashed
 
-    def _parts(self, routed: bool, recurrent: bool, part: str, indexed: bool) -> LayerParts:
+    def _parts(self, routed: bool, recurrent: bool, part: str, indexed: bool, rate: int, hashed: bool) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
         if part == "feed_forward" and not routed:
             biases = self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(0, 0, 0, 2 * hidden * self.ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
-        small = hidden * norms + (self.heads if self.sinks else 0)
+        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0)
         mla = self.mla
         if mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim
@@ -277,6 +295,10 @@ class ModelShape:
             if indexed:
                 latent += hidden * mla.index_dim + (mla.q_rank or 0) * mla.index_heads * mla.index_dim
                 small += hidden * mla.index_heads + 2 * mla.index_dim
+        elif self.compression is not None:
+            query_output, key_value = self.compression.by_heads(hidden), 0
+            latent = self.compression.for_all_heads(hidden, rate, indexed)
+            small += self.compression.others(hidden, rate, indexed)
         elif recurrent and self.delta is not None:
             delta = self.delta
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
@@ -309,13 +331,17 @@ class ModelShape:
         if moe is None or not routed:
             matrices = 3 if self.gate else 2
             small += (matrices - 1) * self.ffn + hidden if self.mlp_bias else 0
+            small += self.activation_numbers
             return LayerParts(query_output, key_value, latent, matrices * hidden * self.ffn, 0, 0, small)
         ups = 2 if moe.gate else 1
+        if self.expert_norm:
+            small += hidden
         if moe.bias:
             small += moe.experts * (ups * moe.ffn + hidden)
         if self.mlp_bias and moe.shared_ffn:
             small += ups * moe.shared_ffn + hidden
-        small += moe.experts if moe.router_bias else 0
+        small += moe.experts if moe.router_bias and not hashed else 0
+        small += self.vocab * moe.top_k if hashed else 0
         if moe.latent:
             small += moe.latent + hidden if self.mlp_bias else 0
         return LayerParts(
@@ -364,7 +390,9 @@ class ModelShape:
         """Of the whole model; a tied head is not counted twice."""
         layers = sum(part.total * count for part, count in self.layer_groups())
         head = 0 if self.tied_embeddings else self.head_parameters
-        return self.embedding_parameters + layers + self.hidden + head
+        small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
+        streams = 0 if self.compression is None else self.compression.head(self.hidden)
+        return self.embedding_parameters + layers + small + head + streams
 
     @property
     def active_parameters(self) -> int:
@@ -387,6 +415,8 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Elements that one token leaves in the cache of all layers."""
+        if self.compression is not None:
+            return sum(round(self.compression.dim / rate) for rate in self.compression.rates if rate)
         return self.attended_in(0, self.layers) * self.kv_elements_per_layer
 
     @property
@@ -400,6 +430,8 @@ class ModelShape:
 
     def recurrent_in(self, first: int, last: int) -> int:
         """How many of some layers keep a state."""
+        if self.compression is not None:
+            return last - first
         return 0 if self.recurrent is None else sum(self.recurrent.layers[first:last])
 
     def attended_in(self, first: int, last: int) -> int:
@@ -409,6 +441,8 @@ class ModelShape:
     def _attended(self, index: int) -> bool:
         if self.only and self.only[index] == "feed_forward":
             return False
+        if self.compression is not None:
+            return self.compression.rates[index] > 0
         beside = self.mamba is not None and self.mamba.beside
         return beside or self.recurrent is None or not self.recurrent.layers[index]
 
@@ -420,15 +454,25 @@ class ModelShape:
     @property
     def state_bytes(self) -> int:
         """Bytes of a running sequence beside what its tokens leave, whatever its length."""
-        return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.state_bytes()
+        return self.state_bytes_in(0, self.layers)
+
+    def state_bytes_in(self, first: int, last: int, element: int = 2) -> int:
+        """The same of some layers; `element`: bytes of what activations are."""
+        if self.compression is not None:
+            return self.compression.state_bytes(first, last, element)
+        return 0 if self.recurrent is None else self.recurrent_in(first, last) * self.recurrent.state_bytes(element)
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each, and of 2 for indexers."""
+        if self.compression is not None:
+            return round(self.compression.block_bytes(0, self.layers, _BLOCK, kv_bytes, 2.0) / _BLOCK)
         index = 0 if self.mla is None else self.mla.index_keys(0, self.layers)
         return round(self.kv_elements * kv_bytes) + 2 * index
 
     def context_elements(self, context: int) -> int:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""
+        if self.compression is not None:
+            return self.compression.seen(context)
         seen = sum(context if window is None else min(context, window) for window in self.attention_windows)
         return seen * self.kv_elements_per_layer
 

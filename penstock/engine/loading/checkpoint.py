@@ -22,9 +22,11 @@ from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import join_latent_parts, origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
+from penstock.engine.loading.head_norm_stacks import with_head_norms
 from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
+from penstock.engine.loading.renamed import RenamedCheckpoint
 from penstock.engine.loading.stacked_experts import StackedExperts
 from penstock.engine.loading.text_experts import as_family
 from penstock.engine.models.families import FAMILIES, text_config
@@ -63,7 +65,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
         return read_quantized(DecoderAlone(folder) if folder.config.get("model_type") in WRAPPERS else folder)
-    checkpoint = read_quantized(as_family(folder, family.names))
+    named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
+    checkpoint = read_quantized(with_head_norms(as_family(named, family.names)))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 

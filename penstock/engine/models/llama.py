@@ -6,14 +6,17 @@ The residual stream is one tensor updated in place; the residual addition and th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, Clip, HeadLayout, Xielu
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -25,11 +28,16 @@ from penstock.engine.models.layers.experts import (
     ExpertSource,
     NarrowExperts,
     Router,
+    StepTokens,
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
+from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
+
+HASHED = "gate.tid2eid"
+"""Of a block of experts, where token ids say which are visited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +101,17 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
     def norm(name: str) -> Tensor | None:
         return read.norm(prefix + name, hidden) if name else None
 
+    def out_norm(name: str) -> Tensor | None:
+        gains, scale = norm(name), context.config.out_norm_scale
+        return gains if gains is None or scale == 1.0 else gains * scale
+
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm),
-        feed_forward_out_norm=norm(names.feed_forward_out_norm),
+        mixer_out_norm=out_norm(names.mixer_out_norm),
+        feed_forward_out_norm=out_norm(names.feed_forward_out_norm),
     )
 
 
@@ -118,7 +130,10 @@ def compose_attention(context: LayerContext) -> Attention:
         growth = None
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     q_norm, k_norm = (prefix + name for name in names.head_norms)
-    return Attention(
+    make: Callable[..., Attention] = Attention
+    if config.output_gate:
+        make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+    return make(
         ops=context.inner,
         attention_ops=read.backend.ops,
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
@@ -142,12 +157,14 @@ def compose_attention(context: LayerContext) -> Attention:
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
+        clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
 
-def compose_feed_forward(context: LayerContext) -> FeedForward:
-    """Dense, or of experts where the configuration says so."""
+def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:
+    """Dense, or of experts where the configuration says so. `tokens`: those of a step, where experts are chosen by
+    them."""
     read, config, names, moe = context.read, context.config, context.names, context.config.moe
     hidden, backend = config.hidden_size, context.read.backend
 
@@ -162,10 +179,13 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         fused: str = names.fused_gate_up,
         outer: int = hidden,
     ) -> GatedMlp:
-        parts = dict.fromkeys(gate_up if has_gate(config.activation) else gate_up[1:], ffn)
+        activation = config.activation
+        if isinstance(activation, Xielu):
+            activation = _xielu(read, f"{prefix}act_fn.", activation)
+        parts = dict.fromkeys(gate_up if has_gate(activation) else gate_up[1:], ffn)
         return GatedMlp(
             ops=ops,
-            activation=config.activation,
+            activation=activation,
             gate_up=read.linear(prefix, parts, outer, bias, fused),
             down=read.linear(prefix, {down: outer}, ffn, bias),
         )
@@ -177,13 +197,13 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
             return mlp
         return ScaledMlp(mlp.ops, mlp.activation, mlp.gate_up, mlp.down, *config.mlp_scales)
     block, ffn = context.prefix + names.moe, moe.ffn_size
-    corrected = f"{block}{names.correction_bias}"
+    corrected, hashed = f"{block}{names.correction_bias}", bool(moe.hashed) and moe.hashed[context.index]
     router = Router(
         linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
-        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias else None,
+        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias and not hashed else None,
         groups=moe.groups,
         top_groups=moe.top_groups,
         group_score=moe.group_score,
@@ -191,6 +211,9 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
+        sqrt_softplus=backend.ops.sqrt_softplus,
+        table=read.get(f"{block}{HASHED}", config.vocab_size, moe.top_k, dtype=torch.int64) if hashed else None,
+        tokens=tokens or StepTokens(),
     )
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
@@ -217,11 +240,28 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     if not moe.shared_ffn_size:
         return routed
     at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
+    shared = gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops)
+    if moe.shared_scale != 1.0:
+        shared = ScaledMlp(shared.ops, shared.activation, shared.gate_up, shared.down, 1.0, moe.shared_scale)
     return backend.with_shared(
         routed=routed,
-        shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
+        shared=shared,
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
     )
+
+
+def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:
+    """With a layer's own numbers, in the precision in which they are stored."""
+    positive, negative = (softplus(read.number(f"{at}alpha_{sign}", 1)) for sign in "pn")
+    beta, eps = (
+        read.number(at + name) if read.stores(at + name) else number
+        for name, number in (("beta", usual.beta), ("eps", usual.eps))
+    )
+    return Xielu(positive, beta + negative, beta, eps)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

@@ -17,7 +17,7 @@ LayerTable = tuple[tuple[int, ...], ...]
 
 
 LayerPart = Literal["mixer", "feed_forward"]
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
 """How a router's logits become scores: over all experts, or of each by itself."""
 GroupScore = Literal["best", "best_two"]
 """The score of a group of experts: its best expert's, or the sum of its best two."""
@@ -58,8 +58,13 @@ class MoeConfig:
     """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
+    shared_scale: float = 1.0
+    """Factor of what that expert gives."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
+    hashed: tuple[bool, ...] = ()
+    """In which layers a stored table says by a token's id which experts it visits; empty: in none. They have no
+    correction."""
     latent: int = 0
     """Numbers of a token that the experts read and give, between two matrices; 0: all of them."""
 
@@ -71,7 +76,7 @@ class MoeConfig:
         size = self.experts // self.groups
         if self.groups > 1 and self.group_score == "best_two" and size < 2:
             raise CheckpointError(f"groups of {size} expert have no two best")
-        if self.scoring == "sigmoid" and self.top_k > self.top_groups * size:
+        if self.scoring != "softmax" and self.top_k > self.top_groups * size:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
 
 
@@ -107,6 +112,38 @@ class LatentConfig:
     """Whether the projections down have a bias."""
     index: IndexConfig | None = None
     """None: tokens attend to everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionConfig:
+    """Attention to a window and to entries that stand for several tokens: see `CompressionLayout`. Keys are values, and
+    there is one for all heads."""
+
+    rates: tuple[int, ...]
+    """Of each layer: tokens of an entry; 0 where there is the window alone."""
+    chosen: tuple[bool, ...]
+    """Which layers have an indexer. There the groups overlap."""
+    window: int
+    query_rank: int
+    """Width that queries are projected through."""
+    output_groups: int
+    """Runs of heads whose outputs are projected by themselves."""
+    output_rank: int
+    """What each run is projected to, before all of them are projected together."""
+    index_heads: int
+    index_dim: int
+    most: int
+    """Entries that are chosen; up to so many all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsConfig:
+    """Several residual streams, mixed before and behind every part of a layer (hyper-connections)."""
+
+    count: int
+    rounds: int
+    """How often rows and columns of a mixing matrix are scaled to sum to one."""
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +260,13 @@ class ModelConfig:
     rms_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None = None
-    """Of layers with a sliding window, where it is not that of the others."""
+    """Of layers with a sliding window, where it is not that of the others; of those that have the window alone."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
     chunked: bool = False
     """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    """Rotary embedding of each layer, where they have their own."""
     unrotated: tuple[bool, ...] = ()
     """Which layers have no rotary embedding; empty: none."""
     query_growth: QueryGrowth | None = None
@@ -259,8 +298,12 @@ class ModelConfig:
     """The one part that each layer has; empty: every layer has both."""
     gated_attention: bool = False
     """Whether the query projection also gives a gate for each head's output."""
+    output_gate: bool = False
+    """Whether a matrix of its own gives such a gate."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
+    out_norm_scale: float = 1.0
+    """Factor of what these give."""
     norm_offset: float = 0.0
     """Added to norm weights when they are read."""
     embedding_scale: float = 1.0
@@ -275,12 +318,29 @@ class ModelConfig:
     """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
     latent: LatentConfig | None = None
+    compression: CompressionConfig | None = None
+    streams: StreamsConfig | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
-    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
+    """Whether attention and feed-forward of a layer read the same stream, and both are added to it."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
+
+    layer_norms: bool = False
+    """Whether what normalizes the residual stream are LayerNorms."""
+    norm_bias: bool = False
+    """Whether these have biases."""
+    own_norms: bool = False
+    """With `parallel`: whether the feed-forward has a norm of its own."""
+    head_bias: bool = False
+    clip_qkv: float | None = None
+    """Queries, keys and values lie within +- this."""
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether a layer has one norm before both its parts."""
+        return self.parallel and not self.own_norms
 
     @property
     def rotary_dim(self) -> int:
@@ -290,6 +350,10 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
+        if self.layer_ropes:
+            return self.layer_ropes
+        if self.compression is not None:
+            return tuple(self.rope if rate else self.local_rope or self.rope for rate in self.compression.rates)
         ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
         if not self.unrotated:
             return ropes
@@ -298,7 +362,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
-        return self.delta is not None or self.mamba is not None or self.short_conv is not None
+        return any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
 
     @property
     def plain_layers(self) -> bool:
@@ -310,4 +374,5 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        return not self.parallel and not self.only and not self.sandwich_norms and not indexed
+        outside = self.parallel or self.layer_norms or self.output_gate or self.streams is not None
+        return not outside and not self.only and not self.sandwich_norms and not indexed

@@ -132,7 +132,7 @@ PLAIN_HEAD: HFConfig = {
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
 }
-"""Keys of decoders that say what their own head does with logits, at the values that change nothing."""
+"""Keys of decoders of the library that say what their own head does with logits, at the values that change nothing."""
 
 
 def decoder_keys(raw: HFConfig) -> HFConfig:

@@ -27,10 +27,13 @@ from torch import Tensor
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.fp8_experts import Fp4ExpertsCheckpoint
 from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
+from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
+from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN, POOL
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
@@ -39,6 +42,7 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 SINKS = ".sinks"
 LEAST_GROUP = 32
 """Inputs that the kernels expect to share a scale."""
@@ -92,9 +96,13 @@ class Cuts:
             tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
             tensors.output: Cut(inputs=q),
         }
+        self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
+        self._gate_cut = Cut(outputs=(q,))
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
+        if model.compression is not None:
+            self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
             self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
         if model.delta is not None:
@@ -108,7 +116,8 @@ class Cuts:
         if model.short_conv is not None and not place.data:
             self._short_conv = short_conv_cuts(model.short_conv, place)
         if model.qk_layer_norm:
-            self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
+            q_norm, k_norm = tensors.head_norms
+            self._attention |= {q_norm: Cut(outputs=(heads,)), k_norm: Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
@@ -160,10 +169,14 @@ class Cuts:
         return prefix if found is None else f"{found[1]}{int(found[2]) + self.layers[0]}{found[3]}"
 
     def of(self, name: str) -> Cut:
-        if name == HEAD:
+        if name in (HEAD, HEAD_BIAS):
             return self._head
         if name.endswith(SINKS):
             return self._sinks
+        if self._gate and self._gate in name:
+            return WHOLE if self.place.data else self._gate_cut
+        if f".{POOL}" in name:
+            return WHOLE  # entries and what chooses them are the same for all heads
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]
@@ -267,6 +280,8 @@ def shard(weights: Weights, model: ModelConfig, place: Place) -> Weights:
         return ShardedGGUF(weights, model, place)
     if isinstance(weights, QuantizedCheckpoint):
         return ShardedQuantized(weights, model, place)
+    if isinstance(weights, Fp4ExpertsCheckpoint):
+        return ShardedFp4Experts(weights, model, place)
     if isinstance(weights, Fp8Checkpoint):
         return ShardedFp8(weights, model, place)
     if has_mxfp4(weights):
@@ -379,6 +394,10 @@ class ShardedMxfp4(_Sharded):
         return found.inputs(begin, end)
 
 
+class ShardedFp4Experts(ShardedFp8, ShardedMxfp4):
+    """The one with experts of the other."""
+
+
 class ShardedGGUF(_Sharded, GGUFCheckpoint):
     """A GGUF file whose stored blocks are cut without being decoded, where the cut is between two of them."""
 
@@ -427,6 +446,19 @@ def _cut_groups(groups: IntGroups, cut: Cut) -> IntGroups | str:
         scale=groups.scale[:, columns].contiguous(),
         minimum=None if groups.minimum is None else groups.minimum[:, columns].contiguous(),
     )
+
+
+def _compression_cuts(model: ModelConfig, heads: Span, place: Place) -> dict[str, Cut]:
+    """Of attention to entries: by runs of heads."""
+    shape = model.compression
+    assert shape is not None
+    begin, end = even_span(shape.output_groups, place)
+    runs = begin * shape.output_rank, end * shape.output_rank
+    return {
+        QUERY_UP: Cut(outputs=((heads[0] * model.head_dim, heads[1] * model.head_dim),)),
+        OUTPUT_DOWN: Cut(outputs=(runs,)),
+        COMPRESSED_OUTPUT: Cut(inputs=runs),
+    }
 
 
 def _latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:

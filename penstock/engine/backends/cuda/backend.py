@@ -25,6 +25,7 @@ from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
 from penstock.engine.backends.cuda.kernels.common import overlap_launches
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
+from penstock.engine.backends.cuda.latents import CHOICE_BYTES
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.long_prompts import room_for_gathered
 from penstock.engine.backends.cuda.lora import TritonLora
@@ -73,10 +74,11 @@ class CudaBackend(TorchCudaBackend):
             few_bits = self._invariant(form, config, dtype, weights)
             return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, few_bits, self.device, dtype))
         if form == "fp8" and config.weights == "auto" and _stays_in_tiles(weights):
-            return WeightPlan(BlockFp8Quantizer(self.device))
-        if form == "auto" and not stores_groups(weights):
-            form = "dense"
-        plan = self._plan(form, config, dtype)
+            plan = WeightPlan(BlockFp8Quantizer(self.device))
+        elif form == "auto" and not stores_groups(weights):
+            plan = self._plan("dense", config, dtype)
+        else:
+            plan = self._plan(form, config, dtype)
         if has_mxfp4(weights) and config.weights != "dense":
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan
@@ -158,7 +160,7 @@ class CudaBackend(TorchCudaBackend):
         return compile_kernels(decoder, kv_dtype, limits, adapters, done, wanted)
 
     def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
-        return room_for_gathered(decoder, kv)
+        return room_for_gathered(decoder, kv) + (0 if decoder.captured_context is None else CHOICE_BYTES)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

@@ -14,7 +14,7 @@ Layout, the same everywhere:
 * The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
-from penstock.engine.backends.activation import Activation, ClampedSwiglu
+from penstock.engine.backends.activation import Activation, ClampedSilu, ClampedSwiglu, Clip, Pointwise, Xielu
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
@@ -33,6 +33,15 @@ from penstock.engine.backends.interface.batch import (
     StateBatch,
     StepShare,
     attended,
+)
+from penstock.engine.backends.interface.compression import (
+    CompressionCache,
+    CompressionLayout,
+    CompressionOps,
+    Entries,
+    EntryIndex,
+    PoolInputs,
+    PoolState,
 )
 from penstock.engine.backends.interface.device import (
     CopyEvent,
@@ -85,12 +94,19 @@ __all__ = [
     "AttentionOps",
     "Chosen",
     "ChosenTokens",
+    "ClampedSilu",
     "ClampedSwiglu",
+    "Clip",
+    "CompressionCache",
+    "CompressionLayout",
+    "CompressionOps",
     "CopyEvent",
     "DeltaLayout",
     "DeltaWeights",
     "DeviceAccess",
     "DeviceMemory",
+    "Entries",
+    "EntryIndex",
     "Floats",
     "Followers",
     "HeadLayout",
@@ -111,6 +127,9 @@ __all__ = [
     "NativeLibrary",
     "Ops",
     "OverRanks",
+    "Pointwise",
+    "PoolInputs",
+    "PoolState",
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",
@@ -120,6 +139,7 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "Xielu",
     "apply_links",
     "attended",
     "torch_dtype",

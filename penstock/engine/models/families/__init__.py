@@ -6,14 +6,19 @@ from functools import cache
 from typing import Any
 
 from penstock.engine.loading.keys import ABSENT, KeyRules
+from penstock.engine.models.families.afmoe import AFMOE
+from penstock.engine.models.families.apertus import APERTUS
 from penstock.engine.models.families.arcee import ARCEE
+from penstock.engine.models.families.axk1 import AXK1
 from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
+from penstock.engine.models.families.cohere2_moe import COHERE2_MOE
 from penstock.engine.models.families.config_keys import INERT, READ, reference_of
 from penstock.engine.models.families.cwm import CWM
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
+from penstock.engine.models.families.deepseek_v4 import DEEPSEEK_V4
 from penstock.engine.models.families.dots1 import DOTS1
 from penstock.engine.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from penstock.engine.models.families.exaone4 import EXAONE4
@@ -35,27 +40,37 @@ from penstock.engine.models.families.flex_olmo import FLEX_OLMO
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.glm import GLM
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from penstock.engine.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
+from penstock.engine.models.families.helium import HELIUM
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from penstock.engine.models.families.hy_v3 import HY_V3
+from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
+from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
 from penstock.engine.models.families.mellum import MELLUM
+from penstock.engine.models.families.minicpm3 import MINICPM3
 from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
+from penstock.engine.models.families.olmo import OLMO
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.olmoe import OLMOE
+from penstock.engine.models.families.phi import PHI
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
@@ -66,13 +81,16 @@ from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
+from penstock.engine.models.families.stablelm import STABLELM
+from penstock.engine.models.families.starcoder2 import STARCODER2
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.text_types import TEXT_TYPES
+from penstock.engine.models.families.youtu import YOUTU
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
 from penstock.engine.models.transformers.config import read_library_config
-from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS, Wrapper
+from penstock.engine.models.wrappers import WRAPPERS, Wrapper
 from penstock.errors import CheckpointError
 
 __all__ = [
@@ -121,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         KIMI_K2,
         DEEPSEEK_V32,
         GLM_MOE_DSA,
+        DEEPSEEK_V4,
         OLMOE,
         QWEN2_MOE,
         GRANITE_MOE,
@@ -153,6 +172,24 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         LFM2,
         LFM2_MOE,
+        GLM,
+        STABLELM,
+        STARCODER2,
+        OLMO,
+        PHI,
+        HELIUM,
+        HYPERCLOVAX,
+        JAIS2,
+        NEMOTRON,
+        APERTUS,
+        HY_V3,
+        YOUTU,
+        GRANITE_SWA,
+        GRANITE_MOE_SWA,
+        AFMOE,
+        AXK1,
+        MINICPM3,
+        COHERE2_MOE,
     )
 }
 """By `model_type`."""
@@ -181,8 +218,7 @@ def text_config(raw: HFConfig) -> HFConfig:
         _beside_text(wrapper).check(raw)
     tied = _tied(wrapper, raw, given, kind)
     keys = own.keys(family, _without(given, wrapper)) if own else {**given, "model_type": family.model_type}
-    head = {key: value for key, value in PLAIN_HEAD.items() if key in family.reads} if wrapper.own_head else {}
-    return {**keys, "tie_word_embeddings": tied, **head}
+    return {**keys, "tie_word_embeddings": tied}
 
 
 def decoder_type(raw: HFConfig) -> str:
@@ -259,7 +295,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    ordinary = not fields.keys() & {"delta", "mamba", "short_conv"} and not fields.get("chunked")
+    ordinary = not fields.keys() & {"delta", "mamba", "short_conv", "compression"} and not fields.get("chunked")
     ordinary = ordinary and ("latent" not in fields or fields["latent"].index is None)
     if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
@@ -276,11 +312,13 @@ def read_config(raw: HFConfig) -> ModelConfig:
         fields["tied_embeddings"] = flag(raw, "tie_word_embeddings")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
+    if wrapper is not None and wrapper.own_head:
+        fields |= {"logit_scale": 1.0, "logit_softcap": None}
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
         vocab_size=integer(raw, "vocab_size"),
-        sandwich_norms=bool(family.names.mixer_out_norm),
+        sandwich_norms=bool(family.names.mixer_out_norm or family.names.feed_forward_out_norm),
         norm_offset=family.norm_offset,
         **fields,
     )

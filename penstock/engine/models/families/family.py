@@ -16,6 +16,7 @@ from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
 from penstock.engine.models.model_config import (
+    CompressionConfig,
     DeltaConfig,
     LatentConfig,
     LayerPart,
@@ -23,6 +24,7 @@ from penstock.engine.models.model_config import (
     MoeConfig,
     QueryGrowth,
     ShortConvConfig,
+    StreamsConfig,
 )
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
@@ -53,18 +55,27 @@ class ConfigFields(TypedDict, total=False):
     activation: Activation
     attention_scale: float
     chunked: bool
+    clip_qkv: float | None
+    layer_norms: bool
+    norm_bias: bool
+    own_norms: bool
     interleaved_rope: bool
     parallel: bool
     qk_layer_norm: bool
     unrotated: tuple[bool, ...]
     attention_sinks: bool
     attention_softcap: float | None
+    compression: CompressionConfig
     delta: DeltaConfig
     embedding_scale: float
     virtual_scale: float | None
     ffn_size: int
+    head_bias: bool
     head_dim: int
     latent: LatentConfig
+    layer_ropes: tuple[RopeConfig, ...]
+    out_norm_scale: float
+    output_gate: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
@@ -88,6 +99,7 @@ class ConfigFields(TypedDict, total=False):
     rope: RopeConfig
     row_norms: bool
     short_conv: ShortConvConfig
+    streams: StreamsConfig
     tied_embeddings: bool
     windows: Windows
 
@@ -225,6 +237,8 @@ class Family:
     gguf: GGUFFormat
     reference: str = ""
     """The `model_type` whose class the reference reads such files with, where it is another."""
+    own_name: Callable[[str], str] | None = None
+    """What a tensor is called here, for checkpoints that name it otherwise than `names`."""
     architecture: Callable[[], Architecture] | None = None
     """Layers and forward pass, imported when a model is built; None: those of `models.llama`."""
 
