@@ -36,6 +36,8 @@ def shape_of_config(raw: Config, name: str) -> ModelShape:
     else:
         shape = _other(_decoder(raw), name)
     quantization = raw.get("quantization_config") or _decoder(raw).get("quantization_config")
+    if isinstance(quantization, Mapping) and "expert_dtype" in raw:
+        quantization = {"expert_dtype": raw["expert_dtype"], **quantization}
     stored = stored_form(quantization) if quantization else None
     return shape.with_stored(stored)
 

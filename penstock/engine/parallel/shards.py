@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.fp8_experts import Fp4ExpertsCheckpoint
 from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
@@ -278,6 +279,8 @@ def shard(weights: Weights, model: ModelConfig, place: Place) -> Weights:
         return ShardedGGUF(weights, model, place)
     if isinstance(weights, QuantizedCheckpoint):
         return ShardedQuantized(weights, model, place)
+    if isinstance(weights, Fp4ExpertsCheckpoint):
+        return ShardedFp4Experts(weights, model, place)
     if isinstance(weights, Fp8Checkpoint):
         return ShardedFp8(weights, model, place)
     if has_mxfp4(weights):
@@ -388,6 +391,10 @@ class ShardedMxfp4(_Sharded):
             self._tell_dense(name, f"a cut at inputs {begin} and {end} goes through a block of {LEAST_GROUP}")
             return None
         return found.inputs(begin, end)
+
+
+class ShardedFp4Experts(ShardedFp8, ShardedMxfp4):
+    """The one with experts of the other."""
 
 
 class ShardedGGUF(_Sharded, GGUFCheckpoint):

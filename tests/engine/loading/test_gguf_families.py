@@ -288,7 +288,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     if config.get("clip_qkv"):
         keys["attention.clamp_kqv"] = config["clip_qkv"]
     if "use_parallel_residual" in config:
-        keys["use_parallel_residual"] = config["use_parallel_residual"]
+        keys["use_parallel_residual"] = True  # as converters write it where a checkpoint does not say
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
     if arch in ("glm4moe", "exaone-moe", "dots1"):
