@@ -122,6 +122,17 @@ LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV
 LFM2_MOE: dict[str, Any] = {
     **LFM2, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "num_hidden_layers": 4,
+    "layer_types": [SLIDING, SLIDING, FULL, FULL], "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
+GEMMA4_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 6, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL], "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 199, "use_double_wide_mlp": True,
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -397,6 +408,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-experts": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_MOE, "final_logit_softcapping": 8.0}),
+    "gemma4-small": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_SMALL}),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_bias": True}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -446,7 +461,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(0, 0.4)
             elif key.endswith("sinks"):
                 parameter.normal_(0, 2)
-            elif "norm" in key:
+            elif "norm" in key or key.endswith(("router.scale", "per_expert_scale")):
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D")):
                 parameter.normal_(0, 0.7)
@@ -455,6 +470,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
         for key, buffer in model.named_buffers():
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
+            elif key.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

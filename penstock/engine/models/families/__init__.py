@@ -34,6 +34,7 @@ from penstock.engine.models.families.flex_olmo import FLEX_OLMO
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -147,6 +148,8 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         LFM2,
         LFM2_MOE,
+        GEMMA4,
+        GEMMA4_UNIFIED,
     )
 }
 """By `model_type`."""
