@@ -16,7 +16,7 @@ from penstock.engine.models.families.family import integer, layer_count
 from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe, ShortConv
+from penstock.planning.shape import Delta, LayerHeads, Mamba, Mla, ModelShape, Moe, ShortConv
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -48,6 +48,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             router_bias=model.moe.router_bias or model.moe.correction_bias,
             gate=has_gate(model.activation),
             latent=model.moe.latent,
+            apart=model.moe.expert_gains,
         )
     names = family_of(model.family).names
     mla, latent = None, model.latent
@@ -62,6 +63,10 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         layers=model.num_layers,
         hidden=model.hidden_size,
         ffn=model.ffn_size,
+        ffn_sizes=model.ffn_sizes,
+        layer_heads=_heads(model) if model.layer_heads else (),
+        token_inputs=None if model.token_inputs is None else (model.token_inputs.size, model.token_inputs.vocab),
+        layer_factors=bool(model.layer_heads),
         heads=model.num_heads,
         kv_heads=model.num_kv_heads if latent is None else model.num_heads,
         head_dim=model.head_dim,
@@ -86,6 +91,11 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         only=model.only,
         gate=has_gate(model.activation),
     )
+
+
+def _heads(model: ModelConfig) -> tuple[LayerHeads, ...]:
+    made = {"": 2, "values": 1, "both": 0}
+    return tuple(LayerHeads(*model.heads_in(index), made[model.shares(index)]) for index in range(model.num_layers))
 
 
 def _delta(delta: DeltaConfig) -> Delta:

@@ -276,6 +276,15 @@ def counts_of(deployment: Deployment) -> ModelCounts:
 def _windows(deployment: Deployment) -> tuple[Window, ...]:
     """Layers by window. Latent attention multiplies with every head's keys and values, and caches the latent once."""
     shape, mla = deployment.shape, deployment.shape.mla
+    if shape.layer_heads:
+        found: Counter[tuple[int | None, int, int]] = Counter(
+            (window, 2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim, heads.head_dim)
+            for window, heads in zip(shape.windows, shape.layer_heads, strict=True)
+        )
+        return tuple(
+            Window(count * elements * deployment.kv_bytes, count * 4 * shape.heads * dim, length)
+            for (length, elements, dim), count in found.items()
+        )
     if mla is None:
         elements = 2 * deployment.kv_heads_per_device * shape.head_dim
         flops = 4 * shape.heads * shape.head_dim

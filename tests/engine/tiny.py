@@ -124,7 +124,7 @@ LFM2_MOE: dict[str, Any] = {
 }  # fmt: skip
 GEMMA4: dict[str, Any] = {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "num_hidden_layers": 4,
-    "layer_types": [SLIDING, SLIDING, FULL, FULL], "hidden_size_per_layer_input": 0,
+    "layer_types": [SLIDING, SLIDING, FULL, FULL], "hidden_size_per_layer_input": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 GEMMA4_MOE: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 32,
@@ -411,7 +411,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4-experts": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_MOE, "final_logit_softcapping": 8.0}),
     "gemma4-small": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_SMALL}),
-    "gemma4-unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_bias": True}),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_bias": True, "tie_word_embeddings": True}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

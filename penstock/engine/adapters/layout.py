@@ -276,6 +276,8 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
 
 
 def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
+    if config.layer_heads:
+        return _sites_by_heads(config)
     hidden, q_size, kv_size = (
         config.hidden_size,
         config.num_heads * config.head_dim,
@@ -321,6 +323,22 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
     )
 
 
+def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
+    """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind."""
+    names, hidden = family_of(config.family).names, config.hidden_size
+    kinds = [(*config.heads_in(layer), config.shares(layer)) for layer in range(config.num_layers)]
+    sites: list[Site] = []
+    for kind in dict.fromkeys(kinds):
+        kv_heads, dim, shared = kind
+        queries, keys, layers = config.num_heads * dim, kv_heads * dim, tuple(own == kind for own in kinds)
+        parts = {"": 3, "values": 2, "both": 1}[shared]
+        modules = tuple(names.attention + part for part in names.qkv)[:parts]
+        of: dict[str, Any] = {"of_attention": True, "layers": layers}
+        sites.append(Site("qkv", modules, (queries, keys, keys)[:parts], hidden, **of))
+        sites.append(Site("output", (names.attention + names.output,), (hidden,), queries, **of))
+    return tuple(sites)
+
+
 def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
     latent = config.latent
     if latent is None or not experts:
@@ -356,6 +374,12 @@ def _delta_sites(delta: DeltaConfig, hidden: int) -> tuple[Site, ...]:
 
 def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     moe, names = config.moe, family_of(config.family).names
+    if config.ffn_sizes:
+        sites: list[Site] = []
+        for width in dict.fromkeys(config.ffn_sizes):
+            own = tuple(width == each for each in config.ffn_sizes)
+            sites += _gated(config, "", names.mlp, width, layers=own)
+        return tuple(sites)
     layers = None if moe is None else tuple(not has_experts for has_experts in moe.layers)
     if config.only:
         dense = (True,) * config.num_layers if layers is None else layers

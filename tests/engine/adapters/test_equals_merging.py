@@ -15,6 +15,7 @@ from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
+QKV = ("q_proj", "k_proj", "v_proj")
 TIE = 2e-2
 """Logits of these models spread over tens; adding the product instead of merging it moves them by less than this."""
 
@@ -55,6 +56,13 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ),
         ("granite4-hybrid-dense", {"rank": 4, "targets": ("q_proj", "o_proj", "in_proj", "out_proj"), "size": 0.6}),
         ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
+        ("gemma4-small", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"), "size": 0.3}),
+        pytest.param("gemma4", {"rank": 4, "targets": (*QKV, "o_proj"), "size": 0.6}, marks=pytest.mark.slow),
+        pytest.param(
+            "gemma4-experts",
+            {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3},
+            marks=pytest.mark.slow,
+        ),
         ("nemotron-h", {"rank": 4, "targets": ("k_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")}),
     ],
 )
