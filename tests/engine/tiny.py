@@ -15,6 +15,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+# The reference has its decoders, and knows them only inside of models that also take images.
+AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -59,6 +62,8 @@ DEEPSEEK_ROPE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
     "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+MISTRAL4_ROPE = {**DEEPSEEK_ROPE, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.7}
+MISTRAL4: dict[str, Any] = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 DSA: dict[str, Any] = {**DEEPSEEK, "index_topk": 24, "index_head_dim": 12, "index_n_heads": 16}
 HYBRID: dict[str, Any] = {
@@ -412,6 +417,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-experts": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_MOE, "final_logit_softcapping": 8.0}),
     "gemma4-small": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_SMALL}),
     "gemma4-unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_bias": True, "tie_word_embeddings": True}),
+    "mistral4": ("Mistral4Config", {**MISTRAL4, "rope_parameters": MISTRAL4_ROPE}),
+    "mistral4-halves": (
+        "Mistral4Config",
+        {
+            **MISTRAL4,
+            "rope_parameters": {**MISTRAL4_ROPE, "mscale_all_dim": 0.0},
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

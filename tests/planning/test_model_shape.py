@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
+OVER_LATENTS = ("mistral4", "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
@@ -82,6 +82,10 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("deepseek_v32", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
         of("glm_moe_dsa", **LATENT, **INDEX, n_group=1, topk_group=1, indexer_types=["full", "full", "shared"]),
         of("glm4_moe_lite", **LATENT, q_lora_rank=24),
+        of("mistral4", **LATENT, q_lora_rank=24),
+        of("gemma4_text", enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24),
+        of("gemma4_text", num_kv_shared_layers=1, num_hidden_layers=8, use_double_wide_mlp=True, attention_bias=True),
+        of("gemma4_unified_text", attention_k_eq_v=True, num_global_key_value_heads=1),
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from penstock.engine.loading.keys import ABSENT
 from penstock.engine.models.families import read_config
@@ -24,6 +24,7 @@ from penstock.engine.models.families.config_keys import reference_of
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, PenstockError
 from tests.engine.harness import drain, make_engine
+from tests.engine.tiny import AutoModelForCausalLM
 
 PROMPT = [(23 * i + i * i // 5) % 61 for i in range(60)]
 PREFILL = 54
@@ -115,6 +116,10 @@ BASES: dict[str, dict[str, Any]] = {
     "lfm2": {**LFM2, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
     "lfm2_moe": {**LFM2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                  "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    "mistral4": {**LATENT, "q_lora_rank": 10, "rope_theta": ABSENT,
+                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
+                                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,
+                                     "llama_4_scaling_beta": 0.5}},
     "ministral3": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,

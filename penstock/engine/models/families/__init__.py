@@ -51,6 +51,7 @@ from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
+from penstock.engine.models.families.mistral4 import MISTRAL4
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
 from penstock.engine.models.families.olmo2 import OLMO2
@@ -150,6 +151,7 @@ FAMILIES: dict[str, Family] = {
         LFM2_MOE,
         GEMMA4,
         GEMMA4_UNIFIED,
+        MISTRAL4,
     )
 }
 """By `model_type`."""
