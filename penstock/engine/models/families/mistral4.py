@@ -66,7 +66,8 @@ def _fields(raw: HFConfig) -> ConfigFields:
     )
     if moe is not None and moe.top_k > moe.top_groups * (moe.experts // moe.groups):
         raise CheckpointError(f"num_experts_per_tok is {moe.top_k}: the chosen groups have fewer experts")
-    growth = QueryGrowth(float(integer(given, _LENGTH)), number(given, _BETA), offset=0.0, everywhere=True)
+    length = float(fields["rope"].original_max_positions)
+    growth = QueryGrowth(length, number(given, _BETA), offset=0.0, everywhere=True)
     return {**fields, "moe": moe, "query_growth": growth}
 
 
