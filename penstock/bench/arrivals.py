@@ -11,7 +11,7 @@ import datetime
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,14 @@ def at_rate(
     """`count` requests at `rate` per second on average."""
     places = itertools.islice(positions(pattern, random.Random(seed), burst=burst), count)
     return [Planned(place / rate, input_len, output_len) for place in places]
+
+
+def with_lengths(lengths: Sequence[tuple[int, int]], rate: float | None) -> list[Planned]:
+    """Requests of these lengths, at random times at a rate, or in a closed loop."""
+    if rate is None:
+        return [Planned(0.0, *ends) for ends in lengths]
+    due = at_rate(rate, "poisson", len(lengths), 1, 1)
+    return [Planned(planned.at, *ends) for planned, ends in zip(due, lengths, strict=True)]
 
 
 def positions(pattern: Pattern, rng: random.Random, *, burst: int = 8) -> Iterator[float]:

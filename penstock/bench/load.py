@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.bench import stats
 from penstock.bench.arrivals import Planned
 from penstock.bench.goodput import Served
 from penstock.bench.stream import AnswerError, check_length, explain, read_answer
@@ -172,7 +173,8 @@ class LoadGenerator:
         check_length(answer, asked := request.planned.output_len)
         per_token = (answer.last - answer.first) / (asked - 1) if asked > 1 else None
         began = tally.began
-        tally.served.append(Served(due - began, answer.first - began, answer.end - began, per_token))
+        slow_gap = stats.percentile(sorted(answer.gaps), 0.99) if answer.gaps else None
+        tally.served.append(Served(due - began, answer.first - began, answer.end - began, per_token, slow_gap))
         tally.gaps.extend(answer.gaps)
         tally.prompt_tokens += answer.prompt_tokens
         tally.output_tokens += answer.output_tokens

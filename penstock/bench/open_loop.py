@@ -3,7 +3,7 @@ for several targets of the gap between tokens.
 
 Requests arrive at random (Poisson) whatever the engine does, so a queue that grows shows as a time to the first token.
 A request keeps its objectives when its first token comes in time and 99% of the gaps between its tokens are short
-enough. Rates are halved between the highest that was kept and the lowest that was not.
+enough.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from itertools import pairwise
 
 from penstock.bench import stats
 from penstock.bench.engine import BenchError, Steppable
+from penstock.bench.goodput import AtRate
 from penstock.bench.workloads import Workload
 from penstock.engine.request import Request
 
 _TICK_S = 0.001
-KEPT = 0.95
-"""Share of the requests that must keep their objectives."""
 
 
 @dataclass(slots=True)
@@ -42,18 +41,6 @@ class Timed:
     def keeps(self, ttft_s: float, gap_s: float) -> bool:
         gaps = sorted(self.gaps)
         return self.ttft <= ttft_s and (not gaps or stats.percentile(gaps, 0.99) <= gap_s)
-
-
-@dataclass(frozen=True, slots=True)
-class AtRate:
-    """What requests saw at one rate. Seconds."""
-
-    rate: float
-    kept: float
-    """Share that kept its objectives."""
-    ttft: stats.Percentiles
-    gap: stats.Percentiles
-    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +114,3 @@ def at_rate(engine: Steppable, workload: Workload, rate: float, ttft_s: float, g
         gap=gap,
         tokens_per_s=sum(len(one.tokens) for one in timed) / end,
     )
-
-
-def highest_rate(measure: Callable[[float], AtRate], low: float, high: float, runs: int) -> tuple[float, list[AtRate]]:
-    """The highest rate that is known to be kept (0: not even `low`), and every measurement."""
-    found, kept = [measure(low)], 0.0
-    if found[0].kept < KEPT:
-        return 0.0, found
-    kept = low
-    for _ in range(runs - 1):
-        rate = (kept + high) / 2
-        found.append(measure(rate))
-        if found[-1].kept >= KEPT:
-            kept = rate
-        else:
-            high = rate
-    return kept, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import wraps
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
+_UNSEEN_WIDTH = 160
+"""Columns where the output is no terminal."""
 
 
 class DType(StrEnum):
@@ -83,9 +86,13 @@ def assignments(option: str, given: Sequence[str] | None, names: Sequence[str]) 
 
 
 def console() -> Console:
+    """Wide where nobody looks through a window: a file or a pipe gets tables whole."""
     from rich.console import Console
 
-    return Console()
+    found = Console()
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = _UNSEEN_WIDTH
+    return found
 
 
 def stderr() -> Console:

@@ -54,7 +54,8 @@ def share(value: float | None) -> str:
 def table(title: str, *columns: str) -> Table:
     result = Table(title=title or None, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        result.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        # In a narrow terminal figures go on in the next line: one that is cut short reads as another figure.
+        result.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0, overflow="fold")
     return result
 
 

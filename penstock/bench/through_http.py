@@ -23,7 +23,6 @@ from typing import Any
 from rich.console import Console
 
 from penstock.bench import arrivals, report, serve, stats, workloads
-from penstock.bench.arrivals import Planned
 from penstock.bench.engine import BenchError
 from penstock.bench.load import run_loop
 from penstock.bench.served import Running, environment, random_model, server
@@ -98,21 +97,13 @@ def _through_http(
         warm_up=0 if turn else None,
     )
     before = _cpu_seconds(running.pid) | {"client": time.process_time()}
-    _, tally = run_loop(serve.measure(load, None, quiet, _plan(workload, rate)))
+    _, tally = run_loop(serve.measure(load, None, quiet, arrivals.with_lengths(list(workload.lengths()), rate)))
     after = _cpu_seconds(running.pid) | {"client": time.process_time()}
     if tally.errors:
         raise BenchError(f"requests of workload {workload.name} failed: {next(iter(tally.errors))}")
     spent = {role: 1e3 * (after[role] - before[role]) / tally.output_tokens for role in after}
     ttft, gap = stats.percentiles(tally.ttft), stats.percentiles(tally.gaps)
     return Turn(offline, tally.output_tokens / tally.seconds, spent, ttft, gap)
-
-
-def _plan(workload: Workload, rate: float | None) -> list[Planned]:
-    lengths = list(workload.lengths())
-    if rate is None:
-        return [Planned(0.0, *ends) for ends in lengths]
-    due = arrivals.at_rate(rate, "poisson", len(lengths), 1, 1)
-    return [Planned(planned.at, *ends) for planned, ends in zip(due, lengths, strict=True)]
 
 
 def _cpu_seconds(server: int) -> dict[str, float]:

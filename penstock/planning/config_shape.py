@@ -13,8 +13,15 @@ from typing import Any
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig, ShortConvConfig
+from penstock.engine.models.model_config import (
+    CompressionConfig,
+    DeltaConfig,
+    MambaConfig,
+    ModelConfig,
+    ShortConvConfig,
+)
 from penstock.errors import CheckpointError
+from penstock.planning.compression import Compression
 from penstock.planning.quantized_form import stored_form
 from penstock.planning.shape import Delta, LayerHeads, Mamba, Mla, ModelShape, Moe, ShortConv
 
@@ -49,6 +56,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             gate=has_gate(model.activation),
             latent=model.moe.latent,
             apart=model.moe.expert_gains,
+            hashed=model.moe.hashed,
         )
     names = family_of(model.family).names
     mla, latent = None, model.latent
@@ -88,6 +96,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
+        compression=None if model.compression is None else _compression(model, model.compression),
         only=model.only,
         gate=has_gate(model.activation),
     )
@@ -96,6 +105,23 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
 def _heads(model: ModelConfig) -> tuple[LayerHeads, ...]:
     made = {"": 2, "values": 1, "both": 0}
     return tuple(LayerHeads(*model.heads_in(index), made[model.shares(index)]) for index in range(model.num_layers))
+
+
+def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:
+    return Compression(
+        rates=shape.rates,
+        chosen=shape.chosen,
+        heads=model.num_heads,
+        dim=model.head_dim,
+        window=shape.window,
+        query_rank=shape.query_rank,
+        output_groups=shape.output_groups,
+        output_rank=shape.output_rank,
+        index_heads=shape.index_heads,
+        index_dim=shape.index_dim,
+        most=shape.most,
+        streams=1 if model.streams is None else model.streams.count,
+    )
 
 
 def _delta(delta: DeltaConfig) -> Delta:

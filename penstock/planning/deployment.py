@@ -278,6 +278,8 @@ def splits(shape: ModelShape, tensor: int) -> bool:
         kv_fits = kv_fits and all(size % tensor == 0 or tensor % size == 0 for size in shared)
     if shape.short_conv is not None:
         widths.append(shape.short_conv.channels)
+    if shape.compression is not None:
+        widths.append(shape.compression.output_groups)
     return shape.heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -293,6 +295,12 @@ def _check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
             f"tensor_parallel: {tensor} cannot split {shape.heads} heads over {shape.kv_heads} KV heads and a "
             f"feed-forward width of {shape.ffn or (shape.moe.ffn if shape.moe else 0)} evenly; {shape.name} allows "
             f"{possible}"
+        )
+    hashed = () if shape.moe is None else shape.moe.hashed
+    if any(hashed[shape.layers // pipeline :]):  # where it is cut unevenly, the last stages have more layers
+        raise ConfigError(
+            f"pipeline_parallel: {pipeline} is too much for {shape.name}: layers that choose experts by token ids must "
+            "be in the first stage"
         )
     if pipeline > shape.layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {shape.layers} layers of {shape.name}")

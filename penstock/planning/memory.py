@@ -221,6 +221,9 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of one block on each device of a stage."""
     first, last = _span(deployment, stage)
     shape = deployment.shape
+    if shape.compression is not None:
+        sizes = deployment.block_size, deployment.kv_bytes, deployment.weights.dense_bytes
+        return shape.compression.block_bytes(first, last, *sizes)
     # With latent attention every shard has the whole latent.
     elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
     index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
@@ -258,12 +261,11 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
 
 
 def state_bytes(deployment: Deployment, stage: int = 0) -> int:
-    """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads."""
+    """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads; windows and
+    entries are those of all heads."""
     shape, (first, last) = deployment.shape, _span(deployment, stage)
-    if shape.recurrent is None:
-        return 0
-    each = shape.recurrent.state_bytes(int(deployment.weights.dense_bytes))
-    return shape.recurrent_in(first, last) * each // deployment.tensor_parallel
+    shards = 1 if shape.compression is not None else deployment.tensor_parallel
+    return shape.state_bytes_in(first, last, int(deployment.weights.dense_bytes)) // shards
 
 
 def _state_room(deployment: Deployment, stage: int, room: int) -> int:

@@ -10,7 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from penstock.planning.compression import Compression
 from penstock.planning.numbers import WeightFormat
+
+_BLOCK = 16
+"""Tokens of a block, as engines have it that say nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Moe:
     """Numbers of a token that experts read, between two matrices; 0: all of them."""
     apart: bool = False
     """Whether they and the shared expert have norms of their own, and each a factor."""
+    hashed: tuple[bool, ...] = ()
+    """In which layers a table says which experts a token visits, and there is no bias."""
 
     @property
     def count(self) -> int:
@@ -244,6 +250,7 @@ class ModelShape:
     delta: Delta | None = None
     mamba: Mamba | None = None
     short_conv: ShortConv | None = None
+    compression: Compression | None = None
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
@@ -264,19 +271,32 @@ class ModelShape:
     def heads_in(self, index: int) -> LayerHeads:
         return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2)
 
-    def _kind(self, index: int) -> tuple[bool, bool, str, bool, LayerHeads, int]:
-        """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, whether it has
-        an indexer, its heads, and its dense width."""
+    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool, LayerHeads, int]:
+        """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, whether it has an
+        indexer, how many tokens its entries stand for, whether a table chooses its experts, its heads, and its dense
+        width."""
         routed = self.moe is not None and self.moe.layers[index]
         recurrent = self.recurrent
         part = self.only[index] if self.only else ""
         indexed = self.mla is not None and bool(self.mla.indexed) and self.mla.indexed[index]
+        rate, compression = 0, self.compression
+        if compression is not None:
+            rate, indexed = compression.rates[index], compression.chosen[index]
+        hashed = self.moe is not None and bool(self.moe.hashed) and self.moe.hashed[index]
         width = self.ffn_sizes[index] if self.ffn_sizes else self.ffn
         own = recurrent is not None and recurrent.layers[index]
-        return routed, own, part, indexed, self.heads_in(index), width
+        return routed, own, part, indexed, rate, hashed, self.heads_in(index), width
 
     def _parts(
-        self, routed: bool, recurrent: bool, part: str, indexed: bool, heads: LayerHeads, ffn: int
+        self,
+        routed: bool,
+        recurrent: bool,
+        part: str,
+        indexed: bool,
+        rate: int,
+        hashed: bool,
+        heads: LayerHeads,
+        ffn: int,
     ) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
@@ -303,6 +323,10 @@ class ModelShape:
             if indexed:
                 latent += hidden * mla.index_dim + (mla.q_rank or 0) * mla.index_heads * mla.index_dim
                 small += hidden * mla.index_heads + 2 * mla.index_dim
+        elif self.compression is not None:
+            query_output, key_value = self.compression.by_heads(hidden), 0
+            latent = self.compression.for_all_heads(hidden, rate, indexed)
+            small += self.compression.others(hidden, rate, indexed)
         elif recurrent and self.delta is not None:
             delta = self.delta
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
@@ -347,7 +371,8 @@ class ModelShape:
             small += moe.experts * (ups * moe.ffn + hidden)
         if self.mlp_bias and moe.shared_ffn:
             small += ups * moe.shared_ffn + hidden
-        small += moe.experts if moe.router_bias else 0
+        small += moe.experts if moe.router_bias and not hashed else 0
+        small += self.vocab * moe.top_k if hashed else 0
         if moe.latent:
             small += moe.latent + hidden if self.mlp_bias else 0
         return LayerParts(
@@ -398,7 +423,8 @@ class ModelShape:
         """Of the whole model; a tied head is not counted twice."""
         layers = sum(part.total * count for part, count in self.layer_groups())
         head = 0 if self.tied_embeddings else self.head_parameters
-        return self.embedding_parameters + layers + self.hidden + head
+        streams = 0 if self.compression is None else self.compression.head(self.hidden)
+        return self.embedding_parameters + layers + self.hidden + head + streams
 
     @property
     def active_parameters(self) -> int:
@@ -421,6 +447,8 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Elements that one token leaves in the cache of all layers."""
+        if self.compression is not None:
+            return sum(round(self.compression.dim / rate) for rate in self.compression.rates if rate)
         return self.kv_elements_in(0, self.layers)
 
     def kv_elements_in(self, first: int, last: int, shards: int = 1) -> int:
@@ -444,6 +472,8 @@ class ModelShape:
 
     def recurrent_in(self, first: int, last: int) -> int:
         """How many of some layers keep a state."""
+        if self.compression is not None:
+            return last - first
         return 0 if self.recurrent is None else sum(self.recurrent.layers[first:last])
 
     def attended_in(self, first: int, last: int) -> int:
@@ -453,6 +483,8 @@ class ModelShape:
     def _attended(self, index: int) -> bool:
         if self.only and self.only[index] == "feed_forward":
             return False
+        if self.compression is not None:
+            return self.compression.rates[index] > 0
         beside = self.mamba is not None and self.mamba.beside
         return beside or self.recurrent is None or not self.recurrent.layers[index]
 
@@ -464,15 +496,25 @@ class ModelShape:
     @property
     def state_bytes(self) -> int:
         """Bytes of a running sequence beside what its tokens leave, whatever its length."""
-        return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.state_bytes()
+        return self.state_bytes_in(0, self.layers)
+
+    def state_bytes_in(self, first: int, last: int, element: int = 2) -> int:
+        """The same of some layers; `element`: bytes of what activations are."""
+        if self.compression is not None:
+            return self.compression.state_bytes(first, last, element)
+        return 0 if self.recurrent is None else self.recurrent_in(first, last) * self.recurrent.state_bytes(element)
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each, and of 2 for indexers."""
+        if self.compression is not None:
+            return round(self.compression.block_bytes(0, self.layers, _BLOCK, kv_bytes, 2.0) / _BLOCK)
         index = 0 if self.mla is None else self.mla.index_keys(0, self.layers)
         return round(self.kv_elements * kv_bytes) + 2 * index
 
     def context_elements(self, context: int) -> int:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""
+        if self.compression is not None:
+            return self.compression.seen(context)
         if self.layer_heads:  # those that share keys and values read them too
             read = (2 * heads.kv_heads * heads.head_dim for heads in self.layer_heads)
             pairs = zip(read, self.windows, strict=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import hypot
 
 from penstock.planning.calibration import Calibration
+from penstock.planning.compression import Compression
 from penstock.planning.deployment import Deployment
 from penstock.planning.numbers import WEIGHT_FORMATS
 
@@ -276,6 +277,8 @@ def counts_of(deployment: Deployment) -> ModelCounts:
 def _windows(deployment: Deployment) -> tuple[Window, ...]:
     """Layers by window. Latent attention multiplies with every head's keys and values, and caches the latent once."""
     shape, mla = deployment.shape, deployment.shape.mla
+    if shape.compression is not None:
+        return _entry_windows(shape.compression, deployment.kv_bytes)
     if shape.layer_heads:
         found: Counter[tuple[int | None, int, int]] = Counter(
             (window, 2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim, heads.head_dim)
@@ -295,3 +298,17 @@ def _windows(deployment: Deployment) -> tuple[Window, ...]:
     return tuple(
         Window(count * elements * deployment.kv_bytes, count * flops, length) for length, count in layers.items()
     )
+
+
+def _entry_windows(compression: Compression, kv_bytes: float) -> tuple[Window, ...]:
+    """Of entries, by token of a context; the windows themselves are states, which are counted as such."""
+    found = []
+    for (rate, chosen), count in Counter(zip(compression.rates, compression.chosen, strict=True)).items():
+        if rate:
+            part = count / rate
+            read, flops = part * compression.dim * kv_bytes, 4 * part * compression.heads * compression.dim
+            found.append(Window(read, flops, compression.most * rate if chosen else None))
+        if chosen:
+            flops = 2 * part * compression.index_heads * compression.index_dim
+            found.append(Window(2 * part * compression.index_dim, flops, None))
+    return tuple(found)

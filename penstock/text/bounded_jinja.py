@@ -211,7 +211,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals["namespace"] = _Namespace
         self.globals["raise_exception"] = raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = strftime_now
 
     def compiled(self, source: str) -> BoundedTemplate:
         tree = self.parse(source)
@@ -264,5 +264,5 @@ def _weigh(tree: nodes.Template) -> tuple[int, int]:
     return cost(tree), largest
 
 
-def _strftime_now(format: str) -> str:
+def strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)

@@ -5,6 +5,7 @@ Templates are untrusted input: they run in an immutable sandbox that bounds thei
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,15 @@ from typing import Any
 import jinja2.exceptions
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.text.bounded_jinja import BoundedEnvironment
+from penstock.text.bounded_jinja import BoundedEnvironment, strftime_now
 from penstock.text.template_meter import WORK, TemplateLimit
 
 LONGEST = 256 * 1024
 """Maximum of a template's text, in characters."""
 OUTPUT = 8 * 1024 * 1024
 """Maximum of a rendered prompt, in characters."""
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables that no `template_kwargs` change: the request has fields for them."""
 _SHOWN = 500
 """How much of a template's own error message is passed on."""
 _NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*\Z")
@@ -63,7 +66,10 @@ class ChatTemplate:
         """The template for conversations with tools."""
         self.names = frozenset[str]().union(*(template.names for template in self._templates.values()))
         """The variables that it expects."""
-        self.knows_tools = "tools" in self._templates[tool_use].names
+        names = self._templates[tool_use].names
+        self._takes_text = "tools" not in names and "functions" in names and "functools[" in self.source
+        """Whether it wants the functions as JSON, and the date (Firefunction's)."""
+        self.knows_tools = "tools" in names or self._takes_text
 
     def render(
         self,
@@ -86,9 +92,15 @@ class ChatTemplate:
         template = self._templates["default"]
         if tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
+        told: dict[str, str] = {}
+        if self._takes_text:
+            functions = [tool.get("function", tool) for tool in tools or ()]
+            told["functions"] = json.dumps(functions, ensure_ascii=False, indent=4)
+            told["datetime"] = strftime_now("%d %B %Y")
         variables = {
             **self._globals,
             **self.variables,
+            **told,
             "documents": None,
             **(template_kwargs or {}),
             "messages": list(messages),

@@ -24,6 +24,8 @@ class CallStyle(Struct, frozen=True):
     """Calls are lost in a message that has text, too; they get one of their own."""
     shown: bool = True
     """Whether the template shows calls and results at all."""
+    only_objects: bool = False
+    """It fails where the arguments of a call are no object, as those of a truncated call."""
 
 
 OBJECTS = CallStyle()
@@ -34,14 +36,16 @@ _STYLES = (
     CallStyle(arguments_as_text=True, without_content=True),
 )
 _ID, _NAME, _KEY, _VALUE, _RESULT = "call00001", "probe", "probe-key", "probe-value", "probe-result"
+_CUT = "probe-cut"
 _QUESTION = {"role": "user", "content": "question"}
 _ANSWER = {"role": "assistant", "content": "some-text"}
 _RETURNED = {"role": "tool", "name": _NAME, "tool_call_id": _ID, "content": _RESULT}
 
 
-def probe_calls(ids: Sequence[str], style: CallStyle) -> dict[str, Any]:
+def probe_calls(ids: Sequence[str], style: CallStyle, arguments: Any = None) -> dict[str, Any]:
     """A message with calls of the function `probe`."""
-    arguments: Any = '{"probe-key": "probe-value"}' if style.arguments_as_text else {_KEY: _VALUE}
+    if arguments is None:
+        arguments = '{"probe-key": "probe-value"}' if style.arguments_as_text else {_KEY: _VALUE}
     calls = [{"id": id, "type": "function", "function": {"name": _NAME, "arguments": arguments}} for id in ids]
     return {"role": "assistant", "content": None if style.without_content else "", "tool_calls": calls}
 
@@ -49,12 +53,15 @@ def probe_calls(ids: Sequence[str], style: CallStyle) -> dict[str, Any]:
 def call_style(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> CallStyle:
     """The style in which the template behind `render` shows calls."""
 
-    def shown(*messages: Mapping[str, Any]) -> str:
-        """The conversation, if the call in it is there, and its result behind it."""
+    def rendered(*messages: Mapping[str, Any]) -> str:
         try:
-            text = render(messages)
+            return render(messages)
         except ChatTemplateError:
             return ""
+
+    def shown(*messages: Mapping[str, Any]) -> str:
+        """The conversation, if the call in it is there, and its result behind it."""
+        text = rendered(*messages)
         complete = text.find(_RESULT) > text.find(_VALUE) > text.find(_NAME) >= 0
         return text if complete and f"'{_KEY}'" not in text else ""
 
@@ -71,4 +78,7 @@ def call_style(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> CallStyl
     alone = not shown(_QUESTION, call | {"content": "some-text"}, _RETURNED) and bool(
         shown(_QUESTION, _ANSWER, call, _RETURNED, _ANSWER, _QUESTION)
     )
-    return structs.replace(best, alone=alone)
+    only_objects = not best.arguments_as_text and _CUT not in rendered(
+        _QUESTION, probe_calls([_ID], best, _CUT), _RETURNED
+    )
+    return structs.replace(best, alone=alone, only_objects=only_objects)

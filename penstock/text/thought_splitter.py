@@ -48,7 +48,7 @@ class ThoughtSplitter:
 
     __slots__ = (
         *("_answer_begin", "_answer_end", "_begins", "_buffer", "_counted", "_ends", "_leading", "_space"),
-        *("_header", "_state", "_title", "_wrapped", "marks", "reasoning_tokens"),
+        *("_header", "_said", "_spoken", "_state", "_style", "_title", "_wrapped", "marks", "reasoning_tokens"),
     )
 
     def __init__(self, style: ThoughtStyle, text: TextModel, state: State = "before") -> None:
@@ -57,8 +57,13 @@ class ThoughtSplitter:
         """Marks by their ids: whether they begin a thought."""
         self._begins = tuple(spelling for spelling in style.begin if known[spelling] is None)
         self._ends = tuple(spelling for spelling in style.end if known[spelling] is None)
-        self._header = text.decode(text.encode(style.header, add_special_tokens=False)) if style.header else ""
-        """What is seen of the header between thought and answer."""
+        self._style = style
+        self._spoken = text.decode(text.encode(style.header, add_special_tokens=False)) if style.header else ""
+        """What is seen of the header between two messages; empty: the answer is one."""
+        self._header = self._spoken
+        """The same while it may still come."""
+        self._said = False
+        """Whether there was a message of the answer before, so that a new one begins a paragraph."""
         self._answer_begin, self._answer_end = style.answer_begin, style.answer_end
         self._title = "" if state == "thinking" else style.title
         """What is still to be taken away where the thought begins."""
@@ -82,7 +87,7 @@ class ThoughtSplitter:
     @property
     def done(self) -> bool:
         """Whether all that follows is plain text of the answer."""
-        plain = not self._header and not self._answer_begin and not self._answer_end
+        plain = not self._spoken and not self._answer_begin and not self._answer_end
         return self._state == "answer" and not self._leading and not self._buffer and plain
 
     @property
@@ -90,13 +95,24 @@ class ThoughtSplitter:
         return self._state == "answer"
 
     @property
-    def leading(self) -> bool:
-        """Whether the answer has not begun yet: white space between the thought and it is dropped."""
-        return self._leading
+    def may_answer(self) -> bool:
+        """Whether the last token may belong to the answer."""
+        return self._state != "thinking"
+
+    @property
+    def dropped(self) -> bool:
+        """Whether all since the last text of the answer was no part of it: a thought, marks, white space."""
+        return self._state == "thinking" or (self._leading and not self._buffer.strip())
+
+    def expects(self, id: int) -> bool:
+        """Whether a token is a mark here. Behind a thought, only those between messages are."""
+        return id in self.marks and (self._state != "answer" or bool(self._spoken))
 
     def mark(self, id: int, raw: str) -> tuple[str, str]:
         """A mark, behind `raw`, which completes what came before."""
         shown, answer = self._read(raw) if raw else ("", "")
+        if self._state == "answer":
+            return shown, answer + self._next_message(thought=self.marks[id])
         if self._state == "before":
             self._think()
         self._count()
@@ -117,6 +133,20 @@ class ThoughtSplitter:
             return shown + self._rest(), answer
         rest, self._buffer = self._buffer, ""
         return shown, answer + (rest.lstrip() if self._leading else rest)
+
+    def _next_message(self, *, thought: bool) -> str:
+        """What is held back of a message of the answer, behind which another one may begin, or a thought."""
+        rest = self._buffer.rstrip()
+        if self._leading and (rest := rest.lstrip()) and self._said:
+            rest = f"\n\n{rest}"
+        self._said = self._said or not self._leading or bool(rest)
+        self._end()
+        self._header, self._answer_begin = self._spoken, self._style.answer_begin
+        self._answer_end = self._style.answer_end
+        if thought:
+            self._state, self._space = "thinking", False
+            self._count()
+        return rest
 
     def _rest(self) -> str:
         """What is held back of a thought that is over."""
@@ -194,6 +224,8 @@ class ThoughtSplitter:
         if (self._header and not self._header_read()) or (self._answer_begin and not self._answer_begun()):
             return ""
         text = self._buffer.lstrip() if self._leading else self._buffer
+        if text and self._leading and self._said:
+            text, self._said = f"\n\n{text}", False
         self._leading = self._leading and not text
         if not self._answer_end:
             self._buffer = ""

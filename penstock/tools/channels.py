@@ -101,8 +101,15 @@ class ChannelSplitter:
         return self._header is None and self._kind == "answer"
 
     @property
-    def leading(self) -> bool:
+    def may_answer(self) -> bool:
+        return self.answering
+
+    @property
+    def dropped(self) -> bool:
         return False
+
+    def expects(self, id: int) -> bool:
+        return id in self.marks
 
     @property
     def done(self) -> bool:

@@ -27,7 +27,8 @@ _NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(
 _MAY_BE_NAMED = re.compile(r"[\w.:-]+\s*(?:\[[\w\]]*\s*(?:\[[A-Z]*\]?\s*)?)?")
 _LONGEST_NAME = 300
 """Characters of a name, an id and what stands around them."""
-_NAME_FIRST = re.compile(r"([\w.:-]{1,128})[ \t]*\n\s*(?=\{)")
+_NAME_FIRST = re.compile(r"([\w.:-]{1,128})[ \t]{0,16}\n\s{0,32}(?=\{)")
+_MAY_BE_FIRST = re.compile(r"([\w.:-]{0,128})(?:[ \t]{1,16}|[ \t]{0,16}\n\s{0,32})?")
 _SEPARATORS = ";,"
 """Between objects that are not in a list."""
 
@@ -46,22 +47,24 @@ class ToolCallParser:
         names: Collection[str],
         schemas: Schemas = MappingProxyType({}),
         *,
-        forgetful: bool = True,
+        openers: tuple[str, ...] | None = None,
     ) -> None:
-        """`names`: the offered functions; a call of any other is text. `schemas`: of their arguments. `forgetful`: the
-        model may forget the opener."""
+        """`names`: the offered functions; a call of any other is text. `schemas`: of their arguments. `openers`: what
+        calls inside the text begin with; None: whatever the model may write."""
         self.calls = 0
         """Calls reported so far."""
         self._form = form
         self._names = names
         self._schemas = schemas
-        self._skipped = (form.opener, *form.also)
-        self._openers = (*self._skipped, *(form.without_opener if forgetful else ()))
+        self._skipped = (form.opener, *form.also) if openers is None else openers
+        self._openers = (*self._skipped, *(form.without_opener if openers is None else ()))
         self._buffer = ""
         """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
         """The parsed part of a value without a call so far; becomes text if it contains none."""
-        self._scanner: CallScanner | PythonScanner | TagScanner | MarkedScanner | XmlScanner | None = None
+        self._scanner: CallScanner | PythonScanner | TagScanner | QuotedScanner | MarkedScanner | XmlScanner | None = (
+            None
+        )
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._start if form.bare else self._text
 
@@ -116,13 +119,16 @@ class ToolCallParser:
         elif self._form.name_first and (length := self._name_first(rest)) >= 0:
             if not length:
                 return False
-            name = rest[:length].rstrip()
-            self._enter(len(self._buffer) - len(rest) + length)
-            assert isinstance(self._scanner, CallScanner)
-            self._scanner.expect_arguments(name)
+            self._enter_named(rest, length)
         else:
             self._state = self._text
         return True
+
+    def _enter_named(self, rest: str, length: int) -> None:
+        """A call begins with a name, in the first `length` characters of `rest`, which ends the buffer."""
+        self._enter(len(self._buffer) - len(rest) + length)
+        assert isinstance(self._scanner, CallScanner)
+        self._scanner.expect_arguments(rest[:length].rstrip())
 
     def _name_first(self, rest: str) -> int:
         """The length of an offered function's name and the line break behind it, before an object; 0 where that may
@@ -130,21 +136,27 @@ class ToolCallParser:
         found = _NAME_FIRST.match(rest)
         if found is not None:
             return found.end() if found[1] in self._names else -1
-        name, line, behind = rest.partition("\n")
-        if line:
-            return 0 if name.rstrip() in self._names and not behind.strip() else -1
-        return 0 if any(each.startswith(name.rstrip()) for each in self._names) else -1
+        begun = _MAY_BE_FIRST.fullmatch(rest)
+        if begun is None:
+            return -1
+        name = begun[1]
+        whole = name in self._names
+        return 0 if whole or (name == rest and any(each.startswith(name) for each in self._names)) else -1
 
     def _text(self) -> bool:
         buffer, marks = self._buffer, self._openers
         found = min((at for mark in marks if (at := buffer.find(mark)) >= 0), default=-1)
-        end = len(buffer) - max(overlap(buffer, mark) for mark in marks) if found < 0 else found
+        end = len(buffer) - max((overlap(buffer, mark) for mark in marks), default=0) if found < 0 else found
         said = len(buffer[:end].rstrip())
         self._say(buffer[:said])
         self._buffer = buffer[said:]
         if found < 0:
             return False
         length = max((len(opener) for opener in self._skipped if buffer.startswith(opener, end)), default=0)
+        if self._form.name_first and (known := self._name_first(rest := buffer[end + length :].lstrip())) >= 0:
+            if known:
+                self._enter_named(rest, known)
+            return known > 0
         first = _first(buffer[end + length :])
         if self._form.syntax == "python" and not first:
             return False  # what follows says which kind of call it is

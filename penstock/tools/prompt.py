@@ -67,12 +67,22 @@ def native(
 def _native_call(call: Mapping[str, Any], id: str, style: CallStyle) -> dict[str, Any]:
     arguments = _parsed(call["function"]["arguments"])
     if style.arguments_as_text:
-        arguments = call["function"]["arguments"]
+        arguments = _said(call)
+    elif style.only_objects and not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
     return {**call, "id": id, "function": {**call["function"], "arguments": arguments}}
+
+
+def _said(call: Mapping[str, Any]) -> str:
+    """The arguments of a call as they were sent; those of a call without any as an empty object."""
+    arguments: str = call["function"]["arguments"]
+    return "{}" if arguments.strip() in ("", "null") else arguments
 
 
 def _parsed(arguments: str) -> Any:
     """The arguments as an object, which templates write as JSON themselves; a truncated call stays a string."""
+    if arguments.strip() in ("", "null"):
+        return {}
     if (much := excess(arguments.encode("utf-8", "replace"))) is not None:
         raise InvalidRequest(f"The arguments of a call have {much}.", param="messages", code="body_too_complex")
     try:
@@ -109,8 +119,8 @@ def with_instructions(prepared: list[Message], rules: str) -> list[Message]:
 
 
 def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
-    """Messages for a template that shows functions and results, but not the calls between them (LFM2's). What stands
-    around the calls are control tokens, whatever the calls contain."""
+    """Messages for a template that shows functions and results, but not the calls between them (LFM2's, Granite's).
+    What stands around the calls are control tokens, whatever the calls contain."""
     prepared: list[Message] = []
     for message in messages:
         if calls := message.get("tool_calls"):
@@ -123,6 +133,23 @@ def shown_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message
     return prepared
 
 
+def as_observations(messages: Sequence[Message]) -> list[Message]:
+    """Messages for GLM-4's template, which knows no calls: each is a message whose `metadata` is the function's name,
+    and a result is an observation."""
+    prepared: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            prepared.append({"role": "observation", "content": message["content"]})
+            continue
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = message.get("tool_calls") or ()
+        prepared += [others] if message["content"] or not calls else []
+        for call in calls:
+            function = call["function"]
+            prepared.append({"role": "assistant", "metadata": function["name"], "content": _said(call)})
+    return prepared
+
+
 def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     """Calls as the model itself would write them."""
     if (marks := form.marks) is not None:
@@ -131,7 +158,7 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
             id = f"{_made_up_id(number)}{marks.id_end}" if marks.id_end else ""
             name = f"{call['function']['name']}{f':{number}' if marks.numbered else ''}"
             head = f"{marks.before_name}{id}{name}{marks.after_name}"
-            each.append(f"{head}{call['function']['arguments']}{marks.after_arguments}")
+            each.append(f"{head}{_said(call)}{marks.after_arguments}")
         return f"{form.opener}{form.between.join(each)}{form.closer}"
     if form.syntax == "python" and not form.bare and (python := _in_python(calls)) is not None:
         begin, end = "[]" if form.listed else ("", "")
@@ -141,7 +168,7 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
         quoted = [quoted_call(function["name"], _parsed(function["arguments"])) for function in functions]
         return form.between.join(f"{form.opener}{call}{form.closer}" for call in quoted)
     if form.name_first:
-        return form.between.join(f"{call['function']['name']}\n{call['function']['arguments']}" for call in calls)
+        return form.between.join(f"{call['function']['name']}\n{_said(call)}" for call in calls)
     bodies = []
     for call in calls:
         function = call["function"]

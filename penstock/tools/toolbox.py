@@ -76,9 +76,10 @@ class Toolbox:
         object.__setattr__(self, "allowed", allowed)
 
     def parser(self) -> ToolCallParser:
-        """What a grammar holds begins with the opener; nothing else is a call then."""
+        """What a grammar holds begins with the opener, or the message; nothing else is a call then."""
         schemas = {tool.name: tool.parameters or {} for tool in self.allowed}
-        return ToolCallParser(self.form, schemas.keys(), schemas, forgetful=not self.constrained)
+        held = () if self.form.bare and self.opener_id is None else (self.form.opener,)
+        return ToolCallParser(self.form, schemas.keys(), schemas, openers=held if self.constrained else None)
 
     @property
     def shown(self) -> frozenset[int]:
@@ -141,7 +142,7 @@ class Toolbox:
     @property
     def _json_start(self) -> JsonStart:
         """What the calls begin with, where other text may come instead."""
-        if self.form.bare and self.opener_id is None:
+        if self.form.bare:  # with or without an opener
             return "\n" if self.form.name_first else _HEAD
         if self.opener_id is None and (inside := self._inside_opener) is not None:
             return inside[1]
@@ -179,16 +180,18 @@ class Toolbox:
             if self.form.name_first:
                 names = "|".join(re.escape(tool.name) for tool in self.allowed)
                 call = rf"\s*(\{{|({names})[ \t]*\n\s*\{{)(?s:.*)"
-                return [f"TEXT: /(?s:.*)/ & ~/{call}/", "start: calls | TEXT"]
+                text = f"/(?s:.*)/ & ~/{call}/{self._spelled_out if tagged else ''}"
+                return [f"TEXT: {text}", "start: calls | TEXT"]
             lists = self.form.listed or self.form.syntax == "python"  # calls in Python would not be held
             first = r"{\[\s" if lists else r"{\s"
-            return [f"ANYTHING: /[^{first}](?s:.*)/", f"start: calls | ANYTHING? {tagged}"]
+            text = f"/[^{first}](?s:.*)/{self._spelled_out if tagged else ''}"
+            return [f"ANYTHING: {text}", f"start: calls | ANYTHING? {tagged}"]
         if self.opener_id is not None:
-            return ["ANYTHING: /(?s:.*)/", f"start: ANYTHING ({self._opener} {before} calls)?"]
+            return [f"ANYTHING: /(?s:.*)/{self._spelled_out}", f"start: ANYTHING ({self._opener} {before} calls)?"]
         if (inside := self._inside_opener) is not None:
             head, id, rest = inside
             return [
-                "ANYTHING: /(?s:.*)/",
+                f"ANYTHING: /(?s:.*)/{self._spelled_out}",
                 f"UP_TO_MARK: ANYTHING {_text(head)}",
                 f"start: ANYTHING | UP_TO_MARK <[{id}]> {_text(rest)} {before} calls",
             ]
@@ -198,6 +201,12 @@ class Toolbox:
             f"opened[lazy]: ANYTHING {self._opener}",
             f"start: ANYTHING | opened {before} calls",
         ]
+
+    @property
+    def _spelled_out(self) -> str:
+        """Of a terminal: but not an opener that is spelled in other tokens than its control token, which would be read
+        as a call all the same."""
+        return f" & ~/(?s:.*){re.escape(self.form.opener)}(?s:.*)/"
 
     def _calls(self) -> str:
         form = self.form

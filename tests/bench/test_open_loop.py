@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.bench.open_loop import AtRate, Timed, arrivals, drive, highest_rate
+from penstock.bench.goodput import AtRate, highest_rate
+from penstock.bench.open_loop import Timed, arrivals, drive
 from penstock.bench.stats import Percentiles
 from penstock.engine.request import Request, SamplingParams
 from penstock.testing.timed_engine import Speed, TimedEngine

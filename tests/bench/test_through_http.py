@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from penstock.bench import random_model, served, shapes, through_http, workloads
+from penstock.bench import arrivals, random_model, served, shapes, through_http, workloads
 from penstock.config.load import model_name
 from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.engine.loading.random_checkpoint import tensor_shapes
@@ -31,10 +31,10 @@ def test_the_ratio_is_taken_turn_by_turn() -> None:
 
 def test_open_loops_have_the_lengths_of_a_workload_and_arrive_in_order() -> None:
     mix = workloads.named("mix")
-    plan = through_http._plan(mix, 12.0)
+    plan = arrivals.with_lengths(list(mix.lengths()), 12.0)
     assert [(planned.input_len, planned.output_len) for planned in plan] == list(mix.lengths())
     assert sorted(plan, key=lambda planned: planned.at) == plan and 15 < plan[-1].at < 30
-    assert all(planned.at == 0.0 for planned in through_http._plan(mix, None))
+    assert all(planned.at == 0.0 for planned in arrivals.with_lengths(list(mix.lengths()), None))
 
 
 def test_a_shape_becomes_a_folder_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

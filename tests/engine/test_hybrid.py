@@ -32,6 +32,7 @@ OTHERS = (
     "mamba2",
     "lfm2",
     "lfm2-moe",
+    "deepseek-v4",
 )
 
 

@@ -66,6 +66,15 @@ MISTRAL4_ROPE = {**DEEPSEEK_ROPE, "original_max_position_embeddings": 64, "llama
 MISTRAL4: dict[str, Any] = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 DSA: dict[str, Any] = {**DEEPSEEK, "index_topk": 24, "index_head_dim": 12, "index_n_heads": 16}
+V4_MIXERS = ("compressed_sparse_attention", "heavily_compressed_attention")
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8,
+    "layer_types": ["sliding_attention", *V4_MIXERS, V4_MIXERS[0]],
+    "compress_rates": {V4_MIXERS[0]: 4, V4_MIXERS[1]: 32},
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "intermediate_size": 24, "sliding_window": 24, "o_groups": 2, "o_lora_rank": 12,
+    "index_n_heads": 16, "index_head_dim": 12, "index_topk": 8, "swiglu_limit": 3.0,
+}  # fmt: skip
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -217,6 +226,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**DSA, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "full", "shared"], "attention_bias": True},
     ),
+    "deepseek-v4": ("DeepseekV4Config", {**DEEPSEEK_V4, "rope_parameters": YARN_ROPE}),
     "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
@@ -485,6 +495,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D")):
                 parameter.normal_(0, 0.7)
+            elif key.endswith(("_hc.base", "hc_head.hc_base")):
+                parameter.normal_(0, 0.5)
             else:
                 parameter.mul_(spread)
         for key, buffer in model.named_buffers():
@@ -492,6 +504,9 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 buffer.normal_(0, 0.2)
             elif key.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.2)
+            elif key.endswith("tid2eid"):
+                choices = torch.rand(len(buffer), config.n_routed_experts)
+                buffer.copy_(choices.topk(buffer.shape[1]).indices)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

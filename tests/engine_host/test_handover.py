@@ -28,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("llama-gqa", tmp_path_factory.mktemp("llama"), spread=0.5)
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3-next", pytest.param("deepseek-v4", marks=pytest.mark.slow)])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model with recurrent layers."""
-    return write_checkpoint("qwen3-next", tmp_path_factory.mktemp("hybrid"))
+    return write_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")

@@ -43,10 +43,17 @@ EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediat
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
 MAMBA2 = {"num_heads": 2 * TINY["hidden_size"] // 8, "head_dim": 8, "n_groups": 2}
+V4 = {
+    **{key: value for key, value in CORRECTED.items() if key != "n_shared_experts"}, "num_key_value_heads": 1,
+    "q_lora_rank": 20, "compress_ratios": [0, 4, 128], "num_hash_layers": 1, "o_groups": 2, "o_lora_rank": 12,
+    "index_n_heads": 6, "index_head_dim": 12, "index_topk": 8, "hc_mult": 3, "intermediate_size": None,
+    "qk_rope_head_dim": 8, "sliding_window": 24,
+}  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
-    "lfm2_moe", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", *OVER_LATENTS,
+    "lfm2_moe", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", "deepseek_v4",
+    *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
 
@@ -86,6 +93,7 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("gemma4_text", enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24),
         of("gemma4_text", num_kv_shared_layers=1, num_hidden_layers=8, use_double_wide_mlp=True, attention_bias=True),
         of("gemma4_unified_text", attention_k_eq_v=True, num_global_key_value_heads=1),
+        {**of("deepseek_v4"), **V4},
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),

@@ -156,6 +156,7 @@ TEXT_FIRST = SAYS_CALLS.replace("if m.tool_calls", "if m.tool_calls and not m.co
         (SAYS_CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"), CallStyle()),
         (SAYS_CALLS.replace("ARGUMENTS", "'' + c.function.arguments"), CallStyle(arguments_as_text=True)),
         (SAYS_CALLS.replace("ARGUMENTS", "c.function.arguments"), CallStyle(arguments_as_text=True)),
+        (SAYS_CALLS.replace("ARGUMENTS", "c.function.arguments.values() | join"), CallStyle(only_objects=True)),
         (
             NULL_CONTENT.replace("{{ ARGUMENTS }}", ""),
             CallStyle(shown=False),

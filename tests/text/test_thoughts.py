@@ -112,6 +112,20 @@ def test_the_tokens_of_a_thought_are_those_up_to_the_answer(tmp_path: Path) -> N
     assert split(text, "think", "abc", "before")[2] == 0
 
 
+def test_messages_of_one_answer(tmp_path: Path) -> None:
+    marks = ("<|begin|>", "<|think|>", "<|content|>", "<|end|>")
+    text = model(tmp_path, *marks, special=True)
+    splitter = ThoughtSplitter(STYLES["solar_open"], text)
+    said = "<|content|>One.<|end|><|begin|>assistant<|think|> Hm<|end|><|begin|>assistant<|content|>assistant<|end|>"
+    detokenizer, shown = text.detokenizer(), ["", ""]
+    for token in text.encode(f"{said}<|begin|>assistant", add_special_tokens=False):
+        expected = splitter.expects(token)
+        parts = splitter.mark(token, "") if expected else splitter.push(detokenizer.push([token]))
+        shown = [known + more for known, more in zip(shown, parts, strict=True)]
+    assert shown == ["Hm", "One.\n\nassistant"] and splitter.flush() == ("", "")
+    assert splitter.reasoning_tokens == len(text.encode("<|think|> Hm<|end|>", add_special_tokens=False))
+
+
 def test_text_that_spells_a_mark_is_none_where_marks_are_tokens(tmp_path: Path) -> None:
     text = model(tmp_path, "<think>", "</think>")
     splitter = ThoughtSplitter(STYLES["think"], text, "thinking")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.gateway.generation.tokenized_model import RemoteText
+from penstock.gateway.generation.tool_choice import for_template
 from penstock.text.chat_template import ChatTemplate
 from penstock.tools.events import gather
 from penstock.tools.formats import FORMATS
 from penstock.tools.parser import ToolCallParser
-from penstock.tools.prompt import explained, instructions, native, shown_as_text, written
+from penstock.tools.prompt import as_observations, explained, instructions, native, shown_as_text, written
 from penstock.tools.toolbox import Tool
+from tests.text.test_thoughts import model as text_model
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [Tool("get_weather", "Weather of a city", CITY), Tool("clock")]
@@ -103,3 +107,93 @@ def test_calls_that_a_template_leaves_out_become_text() -> None:
     assert written(odd, FORMATS["lfm2"]) == (
         '<|tool_call_start|>[{"name": "get_weather", "arguments": {"no-name": 1}}]<|tool_call_end|>'
     )
+
+
+def test_calls_and_results_as_glm_4_takes_them() -> None:
+    history = [HISTORY[1], {**HISTORY[2], "content": "I look."}, *HISTORY[3:], {"role": "assistant", "content": ""}]
+    assert as_observations(history) == [
+        HISTORY[1],
+        {"role": "assistant", "content": "I look."},
+        {"role": "assistant", "metadata": "get_weather", "content": '{"city": "Röm"}'},
+        {"role": "assistant", "metadata": "clock", "content": '{"cut'},
+        {"role": "observation", "content": "sunny"},
+        {"role": "observation", "content": "noon"},
+        {"role": "assistant", "content": ""},
+    ]
+    assert len(as_observations([HISTORY[2]])) == 2, "no empty message before the calls"
+
+
+GLM_4 = (
+    "{% if tools %}# \u53ef\u7528\u5de5\u5177{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role in ('user', 'observation', 'system') %}<{{ m.role }}>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<assistant>{{ m.metadata or '' }}\n{{ m.content }}{% endif %}{% endfor %}"
+)
+GRANITE = (
+    "{% if tools %}Begin calls with <|tool_call|>: {{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (GLM_4, '<assistant>get_weather\n{"city": "Röm"}<assistant>clock\n{}<observation>sunny<observation>noon'),
+        (
+            GRANITE,
+            '<assistant><|tool_call|>[{"name": "get_weather", "arguments": {"city": "Röm"}}, {"name": "clock", '
+            '"arguments": {}}]<tool>sunny<tool>noon',
+        ),
+    ],
+    ids=["glm4", "granite"],
+)
+def test_families_whose_templates_know_no_calls(tmp_path: Path, template: str, shown: str) -> None:
+    model = RemoteText("tiny", text_model(tmp_path, template=template), None)
+    calls = [call("call_1", "get_weather", '{"city": "Röm"}'), call("call_2", "clock", "{}")]
+    history = [*HISTORY[:2], {**HISTORY[2], "tool_calls": calls}, *HISTORY[3:]]
+    messages, tools = for_template(history, tuple(TOOLS), model)
+    assert model.text.render_chat(messages, tools=tools).endswith(shown)
+
+
+ITEMS = (
+    "{{ tools }}{% for m in messages %}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{% for key, value in "
+    "c.function.arguments | items %} {{ key }}={{ value }}{% endfor %}>{% else %}{{ m.content }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"city": "Oslo"}', "<get_weather city=Oslo>"),
+        ("", "<get_weather>"),
+        (" null", "<get_weather>"),
+        ('{"cut', '<get_weather arguments={"cut>'),
+        ("[1]", "<get_weather arguments=[1]>"),
+    ],
+)
+def test_arguments_that_are_no_object_for_templates_that_look_into_them(tmp_path: Path, sent: str, shown: str) -> None:
+    model = RemoteText("tiny", text_model(tmp_path, template=ITEMS), None, "qwen3_coder")
+    history = [HISTORY[1], {**HISTORY[2], "tool_calls": [call("call_1", "get_weather", sent)]}, HISTORY[3]]
+    messages, tools = for_template(history, tuple(TOOLS), model)
+    assert model.text.render_chat(messages, tools=tools).endswith(f"Rome?{shown}sunny")
+
+
+def test_calls_without_arguments_are_written_as_such() -> None:
+    for name in ("hermes", "deepseek_v31", "glm4", "olmo3"):
+        form = FORMATS[name]
+        parser = ToolCallParser(form, ["clock"])
+        message = written([call("call_1", "clock", "")], form)
+        assert [one.arguments for one in gather(parser.push(message) + parser.flush()).calls] == ["{}"]
+
+
+def test_a_template_that_takes_functions_as_text() -> None:
+    template = ChatTemplate(
+        "functools[ {{ functions }} {{ datetime }} {% for m in messages %}{{ m.content }}{% endfor %}", {}
+    )
+    assert template.knows_tools
+    shown = template.render([{"role": "user", "content": "Hi"}], tools=[tool.described() for tool in TOOLS])
+    head, _, tail = shown.removeprefix("functools[ ").rpartition("]")
+    assert [one["name"] for one in json.loads(f"{head}]")] == ["get_weather", "clock"] and tail.endswith("Hi")
+    assert template.render([{"role": "user", "content": "Hi"}]).startswith("functools[ [] ")
+    told = template.render([{"role": "user", "content": "Hi"}], template_kwargs={"functions": "f", "datetime": "now"})
+    assert told == "functools[ f now Hi"

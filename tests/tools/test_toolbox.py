@@ -166,6 +166,38 @@ def test_bare_calls_in_other_forms(compiler: GuidanceCompiler, text: TextModel, 
     assert allowed("get_weather is a function; { and [ are brackets.\n{}")
 
 
+@pytest.mark.parametrize(
+    ("name", "opener"), [("phi4", "functools"), ("xlam", None), ("llama3", None), ("pythonic", None), ("glm4", None)]
+)
+def test_what_the_grammar_does_not_hold_is_no_call(
+    compiler: GuidanceCompiler, text: TextModel, name: FormatName, opener: str | None
+) -> None:
+    """Where a call is held by its beginning alone, or by one opener of several, others are text."""
+    box = toolbox(name, text)
+    words = "So " + call(name, '{"town": 1}', opener)
+    assert Walk(compiler, text, box.grammar()).takes(words)
+    assert parsed(box, words) == Parsed(words, [])
+    assert parsed(replace(box, tools=(Tool("get_weather"),)), words).calls, "read where nothing is to be held"
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "glm4", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_an_opener_that_is_a_control_token_cannot_be_spelled(
+    compiler: GuidanceCompiler, text: TextModel, name: FormatName
+) -> None:
+    box = toolbox(name, text, control=True)
+    box = replace(box, form=replace(box.form, opener=MARK))
+    spelled = [text.encode(part, add_special_tokens=False) for part in ("So <repo", "_name", "> x")]
+    walk = Walk(compiler, text, box.grammar())
+    allowed = []
+    for token in [token for part in spelled for token in part]:
+        allowed.append(token in walk.allowed())
+        walk.matcher.accept(token)
+        if not allowed[-1]:
+            break
+    assert text.token_id(MARK) not in [token for part in spelled for token in part]
+    assert len(allowed) > len(spelled[0]) and not allowed[-1]
+
+
 def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextModel) -> None:
     grammar = toolbox("smollm2", text).grammar(grammars.choice(["yes", 'n"o']))
 
@@ -178,7 +210,8 @@ def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextM
 
 @pytest.mark.parametrize("use", ["auto", "required"])
 @pytest.mark.parametrize(
-    ("name", "control"), [("smollm2", False), ("hermes", True), ("llama3", False), ("mistral", False)]
+    ("name", "control"),
+    [("smollm2", False), ("hermes", True), ("llama3", False), ("llama3", True), ("mistral", False)],
 )
 def test_arguments_never_repeat_a_key(
     compiler: GuidanceCompiler, text: TextModel, name: FormatName, control: bool, use: Use
@@ -186,16 +219,23 @@ def test_arguments_never_repeat_a_key(
     free = Tool("get_weather", "Weather", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
     opener_id = text.token_id(MARK) if control else None
     grammar = Toolbox((free,), FORMATS[name], use=use, opener_id=opener_id).grammar()
-    opener = MARK if control else "" if FORMATS[name].bare else None
-
-    def allowed(arguments: str) -> bool:
-        return Walk(compiler, text, grammar).takes(call(name, arguments, opener))
-
-    assert allowed('{"city": 1, "town": 2}')
-    assert not allowed('{"city": 1, "city": 2}')
+    openers: list[str | None] = [MARK if control else None]
+    if FORMATS[name].bare:
+        openers = ["", MARK] if control and use == "auto" else [""]
+    for opener in openers:
+        assert Walk(compiler, text, grammar).takes(call(name, '{"city": 1, "town": 2}', opener))
+        assert not Walk(compiler, text, grammar).takes(call(name, '{"city": 1, "city": 2}', opener))
     if use == "auto":
         assert Walk(compiler, text, grammar).takes('See ["a": 1, "a": 2]')
     assert toolbox(name, text, use=use).grammar().json_start is None, "declared keys cannot repeat anyway"
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_arguments_behind_a_name_never_repeat_a_key(compiler: GuidanceCompiler, text: TextModel, control: bool) -> None:
+    free = Tool("get_weather", "Weather", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
+    grammar = Toolbox((free,), FORMATS["glm4"], opener_id=text.token_id(MARK) if control else None).grammar()
+    assert Walk(compiler, text, grammar).takes('get_weather\n{"city": 1, "town": 2}')
+    assert not Walk(compiler, text, grammar).takes('get_weather\n{"city": 1, "city": 2}')
 
 
 DSML: dict[str, Any] = {

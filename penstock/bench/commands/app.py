@@ -30,6 +30,7 @@ from penstock.bench.commands.scrape import scrape
 from penstock.bench.commands.search_speed import search_speed
 from penstock.bench.commands.semantic_cache import semantic_cache
 from penstock.bench.commands.serve import serve
+from penstock.bench.commands.servers import servers
 from penstock.bench.commands.shard import shard
 from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
@@ -69,6 +70,7 @@ for command in (
     pipeline,
     soak,
     serve,
+    servers,
     agents,
     http,
     start,

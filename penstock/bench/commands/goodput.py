@@ -45,6 +45,7 @@ def goodput(
 
     from penstock.bench import offline, open_loop, report, workloads
     from penstock.bench.engine import run
+    from penstock.bench.goodput import AtRate, highest_rate
 
     if high <= low:
         raise typer.BadParameter("--high must be above --low")
@@ -79,7 +80,7 @@ def goodput(
         else:
             pace.target_s = None if wanted == "off" else float(wanted) / 1e3
 
-        def measure(rate: float, wanted: str = wanted) -> open_loop.AtRate:
+        def measure(rate: float, wanted: str = wanted) -> AtRate:
             with out.status(f"target {wanted}: {rate:.1f} requests/s"):
                 found = open_loop.at_rate(engine, shaped, rate, slo_ttft / 1e3, slo_gap / 1e3, f"{wanted}-{rate}")
             rows.add_row(
@@ -93,7 +94,7 @@ def goodput(
             out.print(f"target {wanted}: {found.rate:.1f} requests/s, {report.share(found.kept)} kept", style="dim")
             return found
 
-        best, measured = open_loop.highest_rate(measure, low, high, runs)
+        best, measured = highest_rate(measure, low, high, runs)
         throughput = None
         if closed:
             trace = run(engine, shaped, salt=f"closed-{wanted}", progress=lambda _: None)

@@ -40,6 +40,9 @@ def serve(
     slo_ttft: Annotated[float | None, typer.Option(min=0.0, help="Goodput: first token within this many ms.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(min=0.0, help="Goodput: ms per further token, at most.")] = None,
     slo_e2e: Annotated[float | None, typer.Option(min=0.0, help="Goodput: last token within this many ms.")] = None,
+    slo_gap: Annotated[
+        float | None, typer.Option(min=0.0, help="Goodput: ms for 99% of the gaps of a request.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals; another avoids the server's prefix cache.")] = 0,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 a slot, or 16.")] = None,
@@ -81,7 +84,7 @@ def serve(
     }
     for reason in (reason for reason, applies in refused.items() if applies):
         raise typer.BadParameter(reason)
-    seconds = [None if limit is None else limit / 1e3 for limit in (slo_ttft, slo_tpot, slo_e2e)]
+    seconds = [None if limit is None else limit / 1e3 for limit in (slo_ttft, slo_tpot, slo_e2e, slo_gap)]
     settings = load.ServeBenchSettings(
         url=url,
         model=model,

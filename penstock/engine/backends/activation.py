@@ -15,7 +15,14 @@ class ClampedSwiglu:
     limit: float = 7.0
 
 
-Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu
+@dataclass(frozen=True, slots=True)
+class ClampedSilu:
+    """The gate of DeepSeek V4: silu(gate) * up, where the gate is at most `limit` and `up` within +-`limit`."""
+
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu | ClampedSilu
 """Of the gate; gelu in its tanh form. With `relu2`, the square of a ReLU, there is no gate."""
 
 

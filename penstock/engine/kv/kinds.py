@@ -3,6 +3,7 @@
 A kind names the bytes that a block of tokens and a running sequence need in one layer, so that the cache can be sized
 before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
 `PagedLatent`: one vector per token in such blocks (MLA).
+`PagedEntries`: one vector for every few tokens.
 `RecurrentState`, `ConvolutionState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also
 hold the states that were kept at the ends of blocks (`kv.states`). `StateTensors`: the same, of any shapes.
 `NothingKept`: of a layer that is a feed-forward alone. `OfLayer`: of one that shares the cache of another.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.host_memory import zeros
-from penstock.engine.backends.interface import INT8, SCALE_DTYPE, KVScales
+from penstock.engine.backends.interface import INT8, SCALE_DTYPE, Entries, KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,3 +339,34 @@ class PagedLatent:
         scales = zeros(shape, SCALE_DTYPE, device)
         found = zip(latents, scales, strict=True)
         return CacheTensors([PagedLatentCache(one[0], scale[0]) for one, scale in found], [latents, scales])
+
+
+@dataclass(frozen=True, slots=True)
+class PagedEntries:
+    """One vector for every `rate` tokens, in the block that holds the last of them; see `Entries`, which a layer is
+    called with. A block has places for as many as may end in it."""
+
+    width: int
+    rate: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"entries of {self.width} for {self.rate} tokens in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def block_bytes(self) -> int:
+        return self._places.block_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        made = self._places.allocate(layers, num_blocks, num_states, device)
+        found: list[PagedLatentCache] = made.layers
+        return CacheTensors([Entries(one.latents, one.scales, self.block_size) for one in found], made.blocks)
+
+    @property
+    def _places(self) -> PagedLatent:
+        return PagedLatent(self.width, -(-self.block_size // self.rate), self.dtype)

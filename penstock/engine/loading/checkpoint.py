@@ -25,6 +25,7 @@ from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
+from penstock.engine.loading.renamed import RenamedCheckpoint
 from penstock.engine.loading.stacked_experts import StackedExperts
 from penstock.engine.models.families import FAMILIES, text_config
 from penstock.errors import CheckpointError
@@ -61,7 +62,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
         return read_quantized(folder)
-    checkpoint = read_quantized(with_stacks(folder, family.names))
+    named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
+    checkpoint = read_quantized(with_stacks(named, family.names))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 

@@ -25,11 +25,15 @@ from penstock.engine.models.layers.experts import (
     ExpertSource,
     NarrowExperts,
     Router,
+    StepTokens,
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
+
+HASHED = "gate.tid2eid"
+"""Of a block of experts, where token ids say which are visited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +156,16 @@ def compose_attention(context: LayerContext) -> Attention:
     )
 
 
-def compose_feed_forward(context: LayerContext) -> FeedForward:
-    """Dense, or of experts where the configuration says so."""
+def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:
+    """Dense, or of experts where the configuration says so. `tokens`: those of a step, where experts are chosen by
+    them."""
     config, names, moe = context.config, context.names, context.config.moe
     if moe is None or not moe.layers[context.index]:
         mlp = compose_mlp(context, names.mlp, config.ffn_in(context.index), context.inner)
         if config.mlp_scales == (1.0, 1.0):
             return mlp
         return ScaledMlp(mlp.ops, mlp.activation, mlp.gate_up, mlp.down, *config.mlp_scales)
-    routed = compose_routed(context)
+    routed = compose_routed(context, tokens)
     if not moe.shared_ffn_size:
         return routed
     read, backend = context.read, context.read.backend
@@ -203,19 +208,19 @@ def _gated(
     )
 
 
-def compose_routed(context: LayerContext) -> FeedForward:
-    """The experts of which a token visits a few."""
+def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:
+    """The experts of which a token visits a few. `tokens`: see `compose_feed_forward`."""
     read, config, names, moe = context.read, context.config, context.names, context.config.moe
     assert moe is not None
     hidden, backend = config.hidden_size, context.read.backend
     block, ffn = context.prefix + names.moe, moe.ffn_size
-    corrected = f"{block}{names.correction_bias}"
+    corrected, hashed = f"{block}{names.correction_bias}", bool(moe.hashed) and moe.hashed[context.index]
     router = Router(
         linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
-        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias else None,
+        bias=read.row(corrected, moe.experts, torch.float32) if moe.correction_bias and not hashed else None,
         groups=moe.groups,
         top_groups=moe.top_groups,
         group_score=moe.group_score,
@@ -224,6 +229,9 @@ def compose_routed(context: LayerContext) -> FeedForward:
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
         gains=read.row(f"{block}{names.expert_gains}", moe.experts, torch.float32) if moe.expert_gains else None,
+        sqrt_softplus=backend.ops.sqrt_softplus,
+        table=read.get(f"{block}{HASHED}", config.vocab_size, moe.top_k, dtype=torch.int64) if hashed else None,
+        tokens=tokens or StepTokens(),
     )
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one

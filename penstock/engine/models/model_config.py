@@ -19,7 +19,7 @@ LayerTable = tuple[tuple[int, ...], ...]
 
 
 LayerPart = Literal["mixer", "feed_forward"]
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
 """How a router's logits become scores: over all experts, or of each by itself."""
 GroupScore = Literal["best", "best_two"]
 """The score of a group of experts: its best expert's, or the sum of its best two."""
@@ -62,6 +62,9 @@ class MoeConfig:
     """Width of the expert that every token visits; 0: there is none."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
+    hashed: tuple[bool, ...] = ()
+    """In which layers a stored table says by a token's id which experts it visits; empty: in none. They have no
+    correction."""
     latent: int = 0
     """Numbers of a token that the experts read and give, between two matrices; 0: all of them."""
     expert_gains: bool = False
@@ -75,7 +78,7 @@ class MoeConfig:
         size = self.experts // self.groups
         if self.groups > 1 and self.group_score == "best_two" and size < 2:
             raise CheckpointError(f"groups of {size} expert have no two best")
-        if self.scoring == "sigmoid" and self.top_k > self.top_groups * size:
+        if self.scoring != "softmax" and self.top_k > self.top_groups * size:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
 
 
@@ -111,6 +114,38 @@ class LatentConfig:
     """Whether the projections down have a bias."""
     index: IndexConfig | None = None
     """None: tokens attend to everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionConfig:
+    """Attention to a window and to entries that stand for several tokens: see `CompressionLayout`. Keys are values, and
+    there is one for all heads."""
+
+    rates: tuple[int, ...]
+    """Of each layer: tokens of an entry; 0 where there is the window alone."""
+    chosen: tuple[bool, ...]
+    """Which layers have an indexer. There the groups overlap."""
+    window: int
+    query_rank: int
+    """Width that queries are projected through."""
+    output_groups: int
+    """Runs of heads whose outputs are projected by themselves."""
+    output_rank: int
+    """What each run is projected to, before all of them are projected together."""
+    index_heads: int
+    index_dim: int
+    most: int
+    """Entries that are chosen; up to so many all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsConfig:
+    """Several residual streams, mixed before and behind every part of a layer (hyper-connections)."""
+
+    count: int
+    rounds: int
+    """How often rows and columns of a mixing matrix are scaled to sum to one."""
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +283,7 @@ class ModelConfig:
     rms_eps: float
     rope: RopeConfig
     local_rope: RopeConfig | None = None
-    """Of layers with a sliding window, where it is not that of the others."""
+    """Of layers with a sliding window, where it is not that of the others; of those that have the window alone."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
     chunked: bool = False
@@ -300,6 +335,8 @@ class ModelConfig:
     """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
     latent: LatentConfig | None = None
+    compression: CompressionConfig | None = None
+    streams: StreamsConfig | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
@@ -332,6 +369,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
+        if self.compression is not None:
+            return tuple(self.rope if rate else self.local_rope or self.rope for rate in self.compression.rates)
         ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
         if not self.unrotated:
             return ropes
@@ -340,7 +379,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
-        return self.delta is not None or self.mamba is not None or self.short_conv is not None
+        return any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
 
     @property
     def plain_layers(self) -> bool:
@@ -352,4 +391,4 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        return not self.parallel and not self.only and not self.sandwich_norms and not indexed
+        return not self.parallel and not self.only and not self.sandwich_norms and not indexed and self.streams is None

@@ -83,6 +83,8 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             "pipeline_parallel: layers of this model attend to keys and values of lower ones, or read a vector of each "
             "token, which stages do not pass on; use tensor_parallel"
         )
+    if model.moe is not None and model.moe.hashed:
+        _check_hashed(model.moe.hashed, tensor, pipeline)
     index = None if model.latent is None else model.latent.index
     for stage in range(pipeline) if index is not None else ():
         begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
@@ -91,6 +93,16 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
                 f"pipeline_parallel: with {pipeline} stages one begins at layer {begin}, which attends to the tokens "
                 "that the layer before it chose; a stage must begin at a layer with an indexer"
             )
+
+
+def _check_hashed(hashed: tuple[bool, ...], tensor: int, pipeline: int) -> None:
+    """Stages behind the first one are sent streams, not tokens."""
+    begin, end = layer_span(len(hashed), Place(0, tensor, pipeline))
+    if any(hashed[end:]):
+        raise ConfigError(
+            f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones choose "
+            "experts by token ids, which only the first stage knows; use fewer stages"
+        )
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:
@@ -115,6 +127,8 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         kv_fits = kv_fits and (not runs or runs % tensor == 0 or (tensor % runs == 0 and mamba.gate_first))
     if model.short_conv is not None:
         widths.append(model.short_conv.channels)
+    if model.compression is not None:
+        widths.append(model.compression.output_groups)
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -163,6 +177,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             placement=moe.placement[first:last],
             shard=place.shard,
             shared_ffn_size=moe.shared_ffn_size // parts,
+            hashed=moe.hashed[first:last],
         )
     delta = model.delta
     if delta is not None:
@@ -189,6 +204,14 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     if latent is not None and latent.index is not None:
         index = dataclasses.replace(latent.index, layers=latent.index.layers[first:last])
         latent = dataclasses.replace(latent, index=index)
+    compression = model.compression
+    if compression is not None:
+        compression = dataclasses.replace(
+            compression,
+            rates=compression.rates[first:last],
+            chosen=compression.chosen[first:last],
+            output_groups=compression.output_groups // parts,
+        )
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -205,6 +228,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         delta=delta,
         mamba=mamba,
         short_conv=short,
+        compression=compression,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

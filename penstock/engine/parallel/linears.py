@@ -27,9 +27,10 @@ class Unsummed:
     part: Any
 
 
-def summed(part: Any, group: Group) -> Any:
-    """The sum, or `Unsummed` where that is faster: the operations behind it must then be `SummingOps`."""
-    return group.sum(part) if group.peers is None else Unsummed(part)
+def summed(part: Any, group: Group, at_once: bool = False) -> Any:
+    """The sum, or `Unsummed` where that is faster: the operations behind it must then be `SummingOps`. `at_once`: the
+    sum in any case."""
+    return group.sum(part) if at_once or group.peers is None else Unsummed(part)
 
 
 class SummingOps(Forwarder):
@@ -72,21 +73,23 @@ def summing(ops: Any, group: Group) -> Any:
 class SummedLinear:
     """A matrix cut by inputs: every rank has a part of the sum."""
 
-    def __init__(self, linear: Linear, group: Group) -> None:
+    def __init__(self, linear: Linear, group: Group, at_once: bool = False) -> None:
         self.linear = linear
         self.group = group
+        self.at_once = at_once
         self.weight_bytes = linear.weight_bytes
 
     def __call__(self, x: Any) -> Any:
-        return summed(self.linear(x), self.group)
+        return summed(self.linear(x), self.group, self.at_once)
 
 
 class SummedFeedForward:
     """A feed-forward cut by width, dense or of experts: every rank has a part of the sum."""
 
-    def __init__(self, feed_forward: FeedForward, group: Group) -> None:
+    def __init__(self, feed_forward: FeedForward, group: Group, at_once: bool = False) -> None:
         self.feed_forward = feed_forward
         self.group = group
+        self.at_once = at_once
 
     @property
     def ops(self) -> ActivationOps:
@@ -102,7 +105,7 @@ class SummedFeedForward:
         return self.feed_forward.weight_bytes
 
     def forward(self, x: Any) -> Any:
-        return summed(self.feed_forward.forward(x), self.group)
+        return summed(self.feed_forward.forward(x), self.group, self.at_once)
 
 
 class GatheredLinear:

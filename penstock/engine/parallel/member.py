@@ -22,6 +22,7 @@ from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.absent import NoFeedForward, NoMixer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.compressed_attention import CompressedAttention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.experts import ApartExperts, NarrowExperts, SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
@@ -226,6 +227,11 @@ def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderL
         feed_forward = dataclasses.replace(layer.feed_forward, over_ranks=group.sum)
     if isinstance(layer.mixer, NoMixer):
         return dataclasses.replace(layer, feed_forward=feed_forward)
+    if isinstance(layer.mixer, CompressedAttention):
+        # Several streams are added to, which no norm does on the way.
+        whole = dataclasses.replace(layer.mixer, output=SummedLinear(layer.mixer.output, group, at_once=True))
+        added = SummedFeedForward(layer.feed_forward, group, at_once=True)
+        return dataclasses.replace(layer, mixer=whole, feed_forward=added)
     if isinstance(layer.mixer, LatentAttention | GatedDeltaNet):
         other: Any = layer.mixer
         mixed = dataclasses.replace(other, ops=summing(other.ops, group), output=SummedLinear(other.output, group))

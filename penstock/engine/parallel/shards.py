@@ -31,6 +31,8 @@ from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
+from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
+from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN, POOL
 from penstock.engine.models.families import family_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
@@ -84,6 +86,8 @@ class Cuts:
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
+        if model.compression is not None:
+            self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
             self._attention |= {"q_norm": Cut(outputs=q), "k_norm": Cut(outputs=kv)}
         if model.delta is not None:
@@ -159,6 +163,8 @@ class Cuts:
             return self._head
         if name.endswith(SINKS):
             return self._sinks
+        if f".{POOL}" in name:
+            return WHOLE  # entries and what chooses them are the same for all heads
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]
@@ -441,6 +447,19 @@ def _cut_groups(groups: IntGroups, cut: Cut) -> IntGroups | str:
         scale=groups.scale[:, columns].contiguous(),
         minimum=None if groups.minimum is None else groups.minimum[:, columns].contiguous(),
     )
+
+
+def _compression_cuts(model: ModelConfig, heads: Span, place: Place) -> dict[str, Cut]:
+    """Of attention to entries: by runs of heads."""
+    shape = model.compression
+    assert shape is not None
+    begin, end = even_span(shape.output_groups, place)
+    runs = begin * shape.output_rank, end * shape.output_rank
+    return {
+        QUERY_UP: Cut(outputs=((heads[0] * model.head_dim, heads[1] * model.head_dim),)),
+        OUTPUT_DOWN: Cut(outputs=(runs,)),
+        COMPRESSED_OUTPUT: Cut(inputs=runs),
+    }
 
 
 def _latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:

@@ -19,16 +19,10 @@ def gap_target(exchange: Exchange) -> float | None:
     return _seconds(exchange, "x-slo-tpot-ms")
 
 
-def patience(exchange: Exchange) -> float | None:
-    """Seconds that a request may still wait: what is left of its `x-slo-ttft-ms` since it arrived; None: any number."""
-    target = ttft_target(exchange)
-    return None if target is None else max(target - exchange.elapsed_s, 0.0)
-
-
 def time_left(exchange: Exchange) -> float:
-    """The same as a number in any case."""
-    left = patience(exchange)
-    return math.inf if left is None else left
+    """Seconds that a request may still wait: what is left of its `x-slo-ttft-ms` since it arrived, or any number."""
+    target = ttft_target(exchange)
+    return math.inf if target is None else max(target - exchange.elapsed_s, 0.0)
 
 
 def check_targets(exchange: Exchange, *, followed: bool = True) -> None:

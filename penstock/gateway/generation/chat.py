@@ -53,6 +53,7 @@ from penstock.gateway.generation.tool_choice import (
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.text.chat_template import RESERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +128,11 @@ class ChatGenerations(GenerationFactory):
     ) -> PromptOptions:
         """What the model is given beside messages passes the content filter too."""
         options = prompt_options(request, allow_template=self.settings.request_templates, last=last)
+        given = (options.template_kwargs or {}).keys()
+        for name in sorted(given & RESERVED):
+            ignore_advice(attempt.exchange, f"chat_template_kwargs.{name}")
         if not options.template:
-            for name in sorted((options.template_kwargs or {}).keys() - model.text.template_names):
+            for name in sorted(given - model.text.template_names - RESERVED):
                 if name == "documents":
                     raise InvalidRequest(
                         f"The chat template of `{model.name}` knows no `documents`; put them into a message, or into a "

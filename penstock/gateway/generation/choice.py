@@ -316,15 +316,14 @@ class Choice:
         thought = answer = ""
         was = splitter.thinking
         for at, token in enumerate(tokens):
-            if token in splitter.marks and (not splitter.answering or isinstance(splitter, ChannelSplitter)):
+            if splitter.expects(token):
                 thought, answer = splitter.mark(token, self._detokenizer.flush())
-                continue
-            answering = splitter.answering
-            raw = self._detokenizer.push((token,))
-            thought, answer = splitter.push(raw)
-            dropped = splitter.leading and (raw.isspace() or not answering)  # not answering: the end of a mark
-            if self.want_logprobs and at < len(logprobs) and splitter.answering and not dropped:
-                self._held.append(TokenPiece(token, self._length, logprobs[at]))
+            else:
+                thought, answer = splitter.push(self._detokenizer.push((token,)))
+                if self.want_logprobs and at < len(logprobs) and splitter.may_answer:
+                    self._held.append(TokenPiece(token, self._length, logprobs[at]))
+            while not answer and splitter.dropped and self._held and self._held[-1].offset >= self._length:
+                self._held.pop()
         if final:
             more = splitter.flush(self._detokenizer.flush())
             thought, answer = thought + more[0], answer + more[1]

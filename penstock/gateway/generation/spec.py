@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.engine.request import Request, SamplingParams
-from penstock.gateway.accounting.targets import gap_target, patience
+from penstock.gateway.accounting.targets import gap_target, ttft_target
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
@@ -103,8 +103,9 @@ class GenerationSpec(Struct, frozen=True):
     cache_question: CacheQuestion | None = None
     target_gap_s: float | None = None
     """Seconds between tokens that prompts of other requests may not exceed; None: the engine's own target."""
-    patience_s: float | None = None
-    """Seconds that it may wait for an engine that is away before its first token; None: as long as others."""
+    first_token_by: float | None = None
+    """Until when, by the clock of `started_at`, it may wait for an engine that is away before its first token; None: as
+    long as others."""
     placement: Placement = ANYWHERE
     """The pools and regions that it may run in."""
 
@@ -135,7 +136,6 @@ class GenerationSpec(Struct, frozen=True):
                 regions=self.placement.regions,
                 affinity=self.affinity,
                 patient=self.patient,
-                patience_s=self.patience_s,
                 timeout_s=self.time_limit_s,
                 target_gap_s=self.target_gap_s,
                 speculation=self.speculation,
@@ -181,7 +181,7 @@ def request_spec(
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange, model.base_name),
         target_gap_s=gap_target(exchange),
-        patience_s=patience(exchange),
+        first_token_by=None if (target := ttft_target(exchange)) is None else exchange.started_at + target,
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,

@@ -152,8 +152,10 @@ def for_template(
     source, style = model.text.template_source, model.text.call_style
     if model.text.template_knows_tools:
         suited = fitted(messages, accepted)
-        if form.name == "lfm2" and not style.shown:
+        if form.name in ("lfm2", "granite") and not style.shown:
             suited = prompting.shown_as_text(suited, form)
+        elif form.name == "glm4" and not style.shown:
+            suited = prompting.as_observations(suited)
         prepared = prompting.native(suited, form, source, style)
         return prepared, [tool.described() for tool in tools] or None
     if form.marks is not None and style.shown:

@@ -42,6 +42,7 @@ GEMMA4 = {"head_dim": 12, "global_head_dim": 16, "sliding_window": 20, "hidden_a
 GRANITE = {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
            "logits_scaling": 2.0}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 HYBRID = {
     "hidden_act": "silu", "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
@@ -135,6 +136,12 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "q_lora_rank": 10},
     "deepseek_v32": DSA,
     "glm_moe_dsa": {**DSA, "index_topk_freq": 2, "rms_norm_eps": 1e-4},
+    "deepseek_v4": {"hidden_act": "silu", "head_dim": 12, "num_key_value_heads": 1, "q_lora_rank": 10,
+                    "qk_rope_head_dim": 8, "compress_ratios": [0, 4, 128, 4],
+                    "compress_rates": {CSA: 4, HCA: 9}, "num_hash_layers": 1, "n_routed_experts": 6,
+                    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": ABSENT,
+                    "sliding_window": 20, "o_groups": 2, "o_lora_rank": 6, "index_n_heads": 12, "index_head_dim": 10,
+                    "index_topk": 6, "swiglu_limit": 2.0, "hc_sinkhorn_iters": 5, "hc_eps": 1e-3},
     "seed_oss": {"hidden_act": "silu", "head_dim": 12, "attention_bias": True, "attention_out_bias": True},
     "ernie4_5": {"hidden_act": "silu", "head_dim": 12, "use_bias": True},
     "ernie4_5_moe": {"hidden_act": "silu", "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16,
@@ -170,6 +177,7 @@ LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
     ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["conv", "conv", FULL, "conv"],
     [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
+    [SLIDING, CSA, HCA, CSA], [SLIDING, HCA] * 2,
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
@@ -211,7 +219,14 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     # A bound that does not bind: the reference's one-token step has none, its pass over whole sequences does.
     "time_step_min": (0.0, 1e-4, None, "x"),
     "mamba_dt_min": (0.0, 1e-4, None, "x"),
-    "mlp_layer_types": (["dense", "sparse"] * 2, ["sparse"] * 4, ["dense"] * 4, ["dense"], ["other"] * 4, "sparse", 3),
+    "mlp_layer_types": (["dense", "sparse"] * 2, ["sparse"] * 4, ["dense"] * 4, ["dense"], ["other"] * 4, "sparse", 3,
+                        ["moe", "hash_moe"] * 2, ["hash_moe"] * 3),
+    "compress_ratios": ([4, 0, 0, 128, 4], [0] * 4, [0, 4], [2] * 4, 4, []),
+    "compress_rates": ({CSA: 3, HCA: 16}, {CSA: 5}, {CSA: 0, HCA: 2}, {}, [4, 8], "4"),
+    "compress_rate_csa": (2, 7, 0, None, "x"),
+    "num_hash_layers": (0, 3, 9, -1, None),
+    "qk_rope_head_dim": (4, 12, 7, 0, None, 24),
+    "scoring_func": ("sigmoid", "softmax", "relu", "x", None, 3),
     "rope_parameters": ROPES,
     "rope_scaling": ROPES,
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),

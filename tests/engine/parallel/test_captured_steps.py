@@ -126,6 +126,31 @@ def test_ranks_replay_the_steps_that_rank_0_replays(
     assert {kind for kind, _ in captured} == {decode_graphs.Kind.DECODES, decode_graphs.Kind.PROMPTS}
 
 
+@pytest.mark.parametrize("family", ["glm-dsa", pytest.param("deepseek-v32", marks=pytest.mark.slow)])
+def test_decodes_with_long_contexts_are_replayed_too(
+    tmp_path: Path, family: str, captured: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tokens attend to chosen ones, in graphs of their own; where these cannot be captured, launched."""
+    folder = write_checkpoint(family, tmp_path / family)
+    requests = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 25 * i)], 10) for i in range(3)]
+    expected = generate(make_engine(folder, **SETTINGS), *requests)
+    captured.clear()
+    with threaded_engine(folder, 2, 1, **SETTINGS) as engine:
+        assert generate(engine, *requests) == expected
+    kinds_seen = {kind for kind, _ in captured}
+    assert kinds_seen >= {decode_graphs.Kind.DECODES, decode_graphs.Kind.LONG}
+    captured.clear()
+
+    def refused(graphs: decode_graphs.DecodeGraphs, count: int) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(decode_graphs.DecodeGraphs, "make_ready", refused)
+    with threaded_engine(folder, 2, 1, **SETTINGS) as engine:
+        assert generate(engine, *requests) == expected
+        assert engine.runner.executor.long_graphs is None
+    assert decode_graphs.Kind.LONG not in {kind for kind, _ in captured}
+
+
 @pytest.mark.slow
 def test_graphs_that_were_dropped_are_captured_by_all_again(
     tmp_path: Path, captured: list[tuple[int, tuple[int, int]]]
@@ -166,19 +191,21 @@ def test_both_models_of_an_engine_that_speculates_are_captured_and_again_after_a
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_contexts_longer_than_those_of_captured_steps_are_launched(
+def test_contexts_longer_than_those_of_other_captured_steps_have_graphs_of_their_own(
     tmp_path: Path, captured: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch, tensor: int
 ) -> None:
-    """Up to 24 tokens this model attends to all; a step that was captured so knows nothing else."""
+    """Up to 24 tokens this model attends to all; a step that was captured so knows nothing else. Prompts with longer
+    contexts are launched."""
     folder = write_checkpoint("glm-dsa", tmp_path / "m")
-    reference, longest = Reference(folder), []
+    reference, longest, beyond = Reference(folder), list[int](), list[int]()
     for graphs in (decode_graphs.DecodeGraphs, prompt_graphs.PromptGraphs):
         step = graphs.step
 
         def watched(self: Any, *args: Any, step: Any = step, **others: Any) -> Any:
             prompts = isinstance(self, prompt_graphs.PromptGraphs)
             contexts = (args[0].view if prompts else args[0])("contexts", torch.int32)
-            longest.append(int(contexts[: len(contexts) - prompts].max()))  # behind prompts there is padding
+            here = beyond if self.kind == decode_graphs.Kind.LONG else longest
+            here.append(int(contexts[: len(contexts) - prompts].max()))  # behind prompts there is padding
             return step(self, *args, **others)
 
         monkeypatch.setattr(graphs, "step", watched)
@@ -193,7 +220,7 @@ def test_contexts_longer_than_those_of_captured_steps_are_launched(
             for one in together:
                 assert reference.agrees(list(one.prompt), got[one.request_id], 1e-3), one.request_id
         assert_idle(engine)
-    assert 5 < max(longest) <= 24
+    assert 5 < max(longest) <= 24 < max(beyond)
 
 
 def test_a_pipeline_and_ranks_without_peer_memory_launch_every_step(

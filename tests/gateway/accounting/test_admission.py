@@ -259,3 +259,19 @@ async def test_gateways_that_share_a_queue_in_redis(text: TextModel, valkey: Any
         engines[0].hold = engines[1].hold = False
         assert [(await task).status_code for task in (first, second)] == [200, 200]
         assert len(engines[1].seen) == 1
+
+
+async def test_the_wait_in_the_queue_counts_towards_the_first_token(serving: Serving, text: TextModel) -> None:
+    """What is left is what a request waits for an engine that dies then."""
+    engine = held(text)
+    async with serving(engine, admission=one_at_a_time()) as r:
+        body = {"model": "tiny", "prompt": "x"}
+        first = asyncio.create_task(r.client.post("/v1/completions", json=body))
+        await eventually(lambda: len(engine.seen) == 1)
+        second = asyncio.create_task(r.client.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": "60000"}))
+        await queued(r, 1)
+        await asyncio.sleep(0.5)
+        engine.hold = False
+        assert [reply.status_code for reply in await asyncio.gather(first, second)] == [200, 200]
+        left = engine.seen[-1].patience_s
+        assert left is not None and 50 < left < 59.6

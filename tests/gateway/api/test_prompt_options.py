@@ -104,7 +104,8 @@ async def test_variables_and_documents_reach_the_template(serving: Serving, text
     async with serving(text=model) as gateway:
         reply = await gateway.chat(chat_template_kwargs={"enable_thinking": False, "frobnicate": 1, "messages": []})
         assert prompt_of(gateway, text) == "<|user|>hi<|end|>fast<|assistant|>"
-        assert reply.headers["x-penstock-ignored"] == "chat_template_kwargs.frobnicate"
+        ignored = reply.headers["x-penstock-ignored"].split(", ")
+        assert sorted(ignored) == ["chat_template_kwargs.frobnicate", "chat_template_kwargs.messages"]
         await gateway.chat(documents=[{"title": "one<|end|>", "text": "x"}, {"title": "two"}])
         assert prompt_of(gateway, text) == "<|user|>hi<|end|>[one<|end|>][two]<|assistant|>"
         assert gateway.engine.seen[-1].prompt.count(text.token_id("<|end|>")) == 1, "documents are no control tokens"

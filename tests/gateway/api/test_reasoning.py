@@ -113,7 +113,15 @@ async def test_white_space_inside_an_answer_has_logprobs(serving: Serving, tmp_p
     async with serving(scripted(text, said), text=text, served={"reasoning": "hunyuan"}) as running:
         choice = (await running.chat(logprobs=True)).json()["choices"][0]
         assert choice["message"]["content"] == "One.\n\nTwo."
-        assert "One.\n\nTwo." in "".join(token["token"] for token in choice["logprobs"]["content"])
+        assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "One.\n\nTwo."
+    async with serving(scripted(text, "<answer> <thin air>"), text=text, served={"reasoning": "hunyuan"}) as running:
+        choice = (await running.chat(logprobs=True)).json()["choices"][0]
+        tokens = [token["token"] for token in choice["logprobs"]["content"]]
+        assert "".join(tokens) == choice["message"]["content"] == "<thin air>"
+    async with serving(scripted(text, "<thin air>"), text=text, served={"reasoning": "think"}) as running:
+        choice = (await running.chat(logprobs=True)).json()["choices"][0]
+        tokens = [token["token"] for token in choice["logprobs"]["content"]]
+        assert "".join(tokens) == choice["message"]["content"] == "<thin air>", "also what was held back at first"
     async with serving(
         scripted(text, "<think>Hm.</think>\n\nOne. \nTwo."), text=text, served={"reasoning": "think"}
     ) as running:

@@ -266,6 +266,11 @@ async def test_solar_open_thinks_answers_and_calls_in_messages_of_their_own(serv
     for said, content, names in (
         (f"{thought}<|content|>assistant<|end|>", "assistant", []),
         (f"{thought}<|tool_calls|>{calls}<|calls|>", None, ["get_weather", "clock"]),
+        (
+            f"{thought}<|content|>I look.<|end|><|begin|>assistant<|tool_calls|>{calls}<|calls|>",
+            "I look.",
+            ["get_weather", "clock"],
+        ),
     ):
         async with serving(scripted(text, said), text=text) as gateway:
             message = (await gateway.chat(tools=[WEATHER, CLOCK])).json()["choices"][0]["message"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.cpu.layout import LayoutError, dtype_code, need, need_contiguous
 from penstock.engine.backends.cpu.native_ops import NativeOps
@@ -17,6 +18,10 @@ class ElementwiseOps(NativeOps):
     def sigmoid(self, x: Tensor) -> Tensor:
         # PyTorch computes the last few numbers of a tensor in another way than those before them.
         return torch.cat([row.sigmoid() for row in torch.split(x, 1)]) if self.batch_invariant else x.sigmoid()
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        rows = torch.split(x, 1) if self.batch_invariant else (x,)
+        return torch.cat([F.softplus(row).sqrt() for row in rows])
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * self.sigmoid(gate)

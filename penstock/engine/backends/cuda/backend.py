@@ -25,6 +25,7 @@ from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
 from penstock.engine.backends.cuda.kernels.common import overlap_launches
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
+from penstock.engine.backends.cuda.latents import CHOICE_BYTES
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.long_prompts import room_for_gathered
 from penstock.engine.backends.cuda.lora import TritonLora
@@ -158,7 +159,7 @@ class CudaBackend(TorchCudaBackend):
         return compile_kernels(decoder, kv_dtype, limits, adapters, done, wanted)
 
     def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
-        return room_for_gathered(decoder, kv)
+        return room_for_gathered(decoder, kv) + (0 if decoder.captured_context is None else CHOICE_BYTES)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

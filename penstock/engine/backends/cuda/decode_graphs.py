@@ -62,6 +62,8 @@ class Kind(IntEnum):
     """Decodes of which some use an adapter that touches linears that few do; see `Site`."""
     ALTERED = 5
     """Decodes of which some use an adapter that changes single outputs or norms; see `AdaptedModel`."""
+    LONG = 6
+    """Decodes without adapters of which some have a longer context than `Decoder.captured_context`."""
 
 
 @dataclass(slots=True)
@@ -114,6 +116,18 @@ class DecodeGraphs(LaterCaptures[int]):
             return False
         return batch.plain or all(chunk.samples and chunk.decodes for chunk in batch.chunks)
 
+    def for_long_contexts(self) -> DecodeGraphs:
+        """Further graphs over the same rows and cache, for contexts of any length."""
+        return DecodeGraphs(
+            self.decoder,
+            self.kv,
+            self.rows,
+            max_rows=self.scratch_row,
+            max_tokens=self.buckets[-1],
+            followers=self.followers,
+            kind=Kind.LONG,
+        )
+
     def with_adapters(self, decoder: Decoder, lora: GraphLora, kind: Kind) -> DecodeGraphs:
         """Further graphs over the same rows and cache, in which sequences may use adapters."""
         return DecodeGraphs(
@@ -163,6 +177,10 @@ class DecodeGraphs(LaterCaptures[int]):
         captured.inputs.upload()
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count]
+
+    def make_ready(self, count: int) -> None:
+        """Capture what a step of so many tokens needs, if there is none yet."""
+        self._find(count)
 
     def _find(self, count: int) -> tuple[int, _Captured]:
         """The graph for a step of so many tokens, captured now if it has to be; a larger one where that fails."""
@@ -246,7 +264,7 @@ class DecodeGraphs(LaterCaptures[int]):
             num_decodes=bucket,
             max_query=1,
             max_context=self.rows.max_context,
-            longest=self.decoder.captured_context,
+            longest=self.rows.max_context if self.kind is Kind.LONG else self.decoder.captured_context,
         )
         if self._stateful:
             batch.states = state_batch(view)

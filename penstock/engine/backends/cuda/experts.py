@@ -87,8 +87,13 @@ class GroupedExpertMlp:
         stacks = (self.gate_up, self.down)
         plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
         packed = all(isinstance(one, PackedStack) for one in stacks) and not self.router.weight_inputs
-        fits = has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant
+        fits = has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant and self.routes
         return fits and (plain or packed)
+
+    @property
+    def routes(self) -> bool:
+        """Whether kernels choose experts as the router does."""
+        return self.router.table is None and self.router.scoring != "sqrt_softplus"
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""
@@ -120,6 +125,9 @@ class GroupedExpertMlp:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         linear: Any = self.router.linear
+        if not self.routes:
+            weights, chosen = self.router(x)
+            return weights, chosen.int()
         if _is_dense(linear) and 0 < len(x) <= max(FEW, min(64, _MOST_SCORES // len(linear.weight))):
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
         else:
@@ -332,6 +340,8 @@ def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -
             and (linear.scale is None) == (stack.scale is None)
         )
 
+    if not routed.routes:
+        return False
     gated = gate is None or (_is_dense(gate) and getattr(gate, "bias", None) is None)
     both = alike(routed.gate_up, shared.gate_up) and alike(routed.down, shared.down)
     return gated and both and _is_dense(routed.router.linear) and routed.activation == shared.activation

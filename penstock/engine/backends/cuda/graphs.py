@@ -6,6 +6,7 @@ At the start it captures what covers all sizes, and the rest in moments without 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from penstock.engine.runner.rows import DRAWN
 from penstock.engine.runner.step import DrawnAhead, PendingStep
 from penstock.engine.sequence import Sequence
 
+log = logging.getLogger("penstock.engine")
 _CAPTURE_S = 0.02
 """What capturing a step may take; measured from the first one on."""
 _SAFE, _SMOOTH = 1.2, 0.3
@@ -78,6 +80,10 @@ class GraphExecutor(EagerExecutor):
         """For steps in which some adapter touches linears that few do."""
         self.altered_graphs: DecodeGraphs | None = None
         """For steps in which some adapter changes single outputs or norms; captured when they occur."""
+        self.long_graphs: DecodeGraphs | None = None
+        """For steps with longer contexts than those of the others; captured when they occur."""
+        if resources.decoder.captured_context is not None:
+            self.long_graphs = self.graphs.for_long_contexts()
         adapters = resources.adapters
         if adapters is not None and isinstance(adapters.kernel, GraphLora):
             self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
@@ -94,7 +100,7 @@ class GraphExecutor(EagerExecutor):
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
-        graphs = None if self._too_long(batch) else self._graphs_for(batch)
+        graphs = self._long_graphs_for(batch) if self._too_long(batch) else self._graphs_for(batch)
         if graphs is None:
             return self._run_prompts(batch)
         # The graph samples plain rows itself; others are sampled again from its logits.
@@ -139,8 +145,8 @@ class GraphExecutor(EagerExecutor):
 
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():
-            later = graphs is self.altered_graphs or (graphs is self.further_graphs and not self._expects_experts)
-            if not later:
+            further = graphs is self.further_graphs and not self._expects_experts
+            if not further and graphs not in (self.altered_graphs, self.long_graphs):
                 graphs.capture_all()
         if self.chains is not None:
             self.chains.capture_all()
@@ -201,8 +207,23 @@ class GraphExecutor(EagerExecutor):
         return capture_again
 
     def _all(self) -> list[DecodeGraphs]:
-        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.further_graphs, self.altered_graphs)
+        with_adapters = self.adapted_graphs, self.narrow_graphs, self.further_graphs, self.altered_graphs
+        found = (self.graphs, self.long_graphs, *with_adapters)
         return [graphs for graphs in found if graphs is not None]
+
+    def _long_graphs_for(self, batch: Batch) -> DecodeGraphs | None:
+        """The same for a step with a long context."""
+        adapted = self._adapters is not None and (
+            self._adapters.model.always or any(chunk.slot >= 0 for chunk in batch.chunks)
+        )
+        if adapted or self.long_graphs is None or not self.graphs.fits(batch):
+            return None
+        try:
+            self.long_graphs.make_ready(batch.num_tokens)
+        except RuntimeError as error:  # such as no memory for it
+            log.warning("steps with contexts this long are launched from Python: they could not be captured: %s", error)
+            self.long_graphs = None
+        return self.long_graphs
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
         """The graphs that can run a batch; None when it has to be launched kernel by kernel."""
@@ -228,6 +249,8 @@ class GraphFollower(Follower):
         max_rows = resources.max_rows
         plain = DecodeGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
         self.decodes = {Kind.DECODES: plain}
+        if resources.decoder.captured_context is not None:
+            self.decodes[Kind.LONG] = plain.for_long_contexts()
         self.prompts = PromptGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
         if isinstance(resources.lora, GraphLora):
             kinds = (

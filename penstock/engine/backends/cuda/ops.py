@@ -23,10 +23,6 @@ from penstock.engine.backends.cuda.kernels import (
     delta,
     filters,
     head_gate,
-    latent_decode,
-    latent_prefill,
-    latent_query,
-    latent_values,
     mamba,
     masks,
     norm,
@@ -39,6 +35,7 @@ from penstock.engine.backends.cuda.kernels import (
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
 from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums, gate_mul
 from penstock.engine.backends.cuda.kernels.product_chain import ProductChain
+from penstock.engine.backends.cuda.latents import INVARIANT_ROWS, LatentOps
 from penstock.engine.backends.interface import (
     AttentionBatch,
     ClampedSwiglu,
@@ -46,9 +43,6 @@ from penstock.engine.backends.interface import (
     DeltaWeights,
     HeadLayout,
     KeySmoothing,
-    LatentAdditions,
-    LatentLayout,
-    LatentWeights,
     Link,
     LinkedProducts,
     MambaLayout,
@@ -56,17 +50,12 @@ from penstock.engine.backends.interface import (
     OverRanks,
     ShortConvWeights,
 )
-from penstock.engine.backends.reference.indexer import PlainIndexing
-
-_INVARIANT_ROWS = 256
-"""Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
-_INVARIANT_BYTES = 128 << 20
-"""Those partial sums where heads are wide (latents)."""
+from penstock.engine.backends.reference.compressed import PlainCompression
 
 log = logging.getLogger(__name__)
 
 
-class TritonOps(PlainIndexing):
+class TritonOps(LatentOps, PlainCompression):
     """See `Ops`."""
 
     wide_stream = False
@@ -208,9 +197,9 @@ class TritonOps(PlainIndexing):
     ) -> None:
         """Every token decodes; how its keys are split among programs depends on its own context alone."""
         shape = decode.fixed(layout.head_dim, k_cache.element_size())
-        for begin in range(0, q.shape[0], _INVARIANT_ROWS):
-            part = slice(begin, begin + _INVARIANT_ROWS)
-            count = min(_INVARIANT_ROWS, q.shape[0] - begin)
+        for begin in range(0, q.shape[0], INVARIANT_ROWS):
+            part = slice(begin, begin + INVARIANT_ROWS)
+            count = min(INVARIANT_ROWS, q.shape[0] - begin)
             few = dataclasses.replace(
                 batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
             )
@@ -219,82 +208,6 @@ class TritonOps(PlainIndexing):
                 q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, sinks, pdl=self.pdl
             )
 
-    def latent_attention(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        layout: LatentLayout,
-        weights: LatentWeights,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        cache: Tensor,
-        scales: Tensor | None = None,
-        added: LatentAdditions | None = None,
-    ) -> Tensor:
-        tokens, decodes = q.shape[0], batch.num_decodes
-        out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
-        if not tokens:
-            return out
-        fixed = self.batch_invariant and decodes == tokens  # steps always are; warm-up measures prompts too
-        if added is not None:
-            added.scale(q.view(tokens, layout.heads, -1)[..., : layout.plain])
-        query = latent_query.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, fixed=fixed, pdl=self.pdl)
-        if added is not None:
-            added.queries(q.view(tokens, layout.heads, -1)[..., : layout.plain], query[..., : layout.latent])
-        if fixed:
-            self._attend_latents_invariant(query, layout, weights, batch, cache, scales, out, added)
-            return out
-        shape = latent_decode.choose(max(1, decodes), layout, q.element_size(), self.processors)
-        if decodes == tokens <= latent_decode.FEW and added is None:
-            latent_decode.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
-            return out
-        seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
-        if decodes:
-            latent_decode.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
-        if batch.context_lens.shape[0] > decodes:
-            tile = latent_prefill.choose(layout, q.element_size())
-            latent_prefill.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
-        if added is not None:
-            added.turn(seen)
-        latent_values.values_of(seen, layout, weights, out, pdl=self.pdl)
-        if added is not None:
-            added.values(seen, out.view(tokens, layout.heads, -1))
-        return out
-
-    def _attend_latents_invariant(
-        self,
-        query: Tensor,
-        layout: LatentLayout,
-        weights: LatentWeights,
-        batch: AttentionBatch,
-        cache: Tensor,
-        scales: Tensor | None,
-        out: Tensor,
-        added: LatentAdditions | None,
-    ) -> None:
-        """As `_attend_invariant`, over latents."""
-        every = torch.empty_like(query[..., : layout.latent]) if added is not None else None
-        shape = latent_decode.fixed(layout, query.element_size())
-        step = min(_INVARIANT_ROWS, max(1, _INVARIANT_BYTES // (4 * layout.heads * layout.latent * shape.splits)))
-        for begin in range(0, query.shape[0], step):
-            part = slice(begin, begin + step)
-            count = min(step, query.shape[0] - begin)
-            few = dataclasses.replace(
-                batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
-            )
-            seen = torch.empty((count, layout.heads, layout.latent), dtype=query.dtype, device=query.device)
-            latent_decode.decode(query[part], layout, weights, few, cache, scales, shape, seen=seen, pdl=self.pdl)
-            if every is not None:
-                every[part] = seen
-            else:
-                latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
-        if added is not None and every is not None:
-            added.turn(every)
-            for begin in range(0, len(every), step):
-                part = slice(begin, begin + step)
-                latent_values.values_of(every[part], layout, weights, out[part], fixed=True, pdl=self.pdl)
-            added.values(every, out.view(len(out), layout.heads, -1))
-
     def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Any, Tensor]:
         if isinstance(qkv, Addends):
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
@@ -302,6 +215,9 @@ class TritonOps(PlainIndexing):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x).sqrt()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)

@@ -14,7 +14,7 @@ Layout, the same everywhere:
 * The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
-from penstock.engine.backends.activation import Activation, ClampedSwiglu
+from penstock.engine.backends.activation import Activation, ClampedSilu, ClampedSwiglu
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
@@ -33,6 +33,15 @@ from penstock.engine.backends.interface.batch import (
     StateBatch,
     StepShare,
     attended,
+)
+from penstock.engine.backends.interface.compression import (
+    CompressionCache,
+    CompressionLayout,
+    CompressionOps,
+    Entries,
+    EntryIndex,
+    PoolInputs,
+    PoolState,
 )
 from penstock.engine.backends.interface.device import (
     CopyEvent,
@@ -85,12 +94,18 @@ __all__ = [
     "AttentionOps",
     "Chosen",
     "ChosenTokens",
+    "ClampedSilu",
     "ClampedSwiglu",
+    "CompressionCache",
+    "CompressionLayout",
+    "CompressionOps",
     "CopyEvent",
     "DeltaLayout",
     "DeltaWeights",
     "DeviceAccess",
     "DeviceMemory",
+    "Entries",
+    "EntryIndex",
     "Floats",
     "Followers",
     "HeadLayout",
@@ -111,6 +126,8 @@ __all__ = [
     "NativeLibrary",
     "Ops",
     "OverRanks",
+    "PoolInputs",
+    "PoolState",
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",

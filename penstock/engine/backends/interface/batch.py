@@ -132,6 +132,8 @@ class AttentionBatch:
     read from the device."""
     chosen: Any = None
     """What the last layer with an indexer chose (`indexer.Chosen`), where layers behind it attend to the same."""
+    waves: Any = None
+    """How the step is cut for layers that go from state to state segment by segment, once one of them has cut it."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
     states: StateBatch | None = None

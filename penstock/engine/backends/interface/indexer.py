@@ -7,7 +7,7 @@ has no more tokens than may be chosen, all of them are, and nothing has to be sc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -49,8 +49,9 @@ class ChosenTokens(NamedTuple):
     """bool [new, n]: whether there is one; a token early in its sequence sees fewer than n."""
 
 
-Chosen = tuple[ChosenTokens, ...]
-"""Of the sequences of a step of which something had to be chosen, in order; the others see everything."""
+Chosen = Any
+"""What a backend keeps of its choice, which it alone reads: `ChosenTokens` of the sequences of which something had to
+be chosen, in order, or lists on the device. False where nothing had to be, so that all sequences see everything."""
 
 
 class IndexOps(Protocol):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import AttentionOps
+from penstock.engine.backends.interface.compression import CompressionOps
 from penstock.engine.backends.interface.indexer import IndexOps
 from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
@@ -24,7 +25,7 @@ class LinkedProducts(Protocol):
         ...
 
 
-class Ops(ActivationOps, AttentionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
+class Ops(ActivationOps, AttentionOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
     wide_stream: bool
@@ -39,6 +40,10 @@ class Ops(ActivationOps, AttentionOps, IndexOps, RecurrentOps, SamplingOps, Prot
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """Of every number of `x` [T, n]; a new tensor."""
+        ...
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        """Likewise: sqrt(log(1 + exp(x)))."""
         ...
 
     def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:

@@ -134,24 +134,30 @@ def _best(queries: Tensor, weights: Tensor, keys: Tensor, layout: IndexLayout) -
     at = torch.empty((new, layout.most), dtype=torch.int64, device=keys.device)
     valid = torch.empty((new, layout.most), dtype=torch.bool, device=keys.device)
     turned, positions = keys.t(), torch.arange(context, device=keys.device)
-    places = positions[: layout.most]
     step = max(1, _BYTES // (4 * layout.heads * context))
     for begin in range(0, new, step):
         part = slice(begin, min(new, begin + step))
         scores = F.relu(torch.matmul(queries[part], turned) * layout.dim**-0.5)
         scores = torch.matmul(weights[part].unsqueeze(1), scores).squeeze(1)
         seen = _visible(new, part.start, part.stop, positions)
-        scores = scores.masked_fill(~seen, float("-inf"))
-        least = scores.topk(layout.most, dim=-1).values[:, -1:]
-        above, equal = scores > least, (scores == least) & seen
-        room = layout.most - above.sum(-1, keepdim=True)
-        taken = above | (equal & (equal.cumsum(-1) <= room))
-        # One place more than there are, for all that are not taken.
-        where = torch.where(taken, taken.cumsum(-1) - 1, layout.most)
-        found = positions.new_zeros(part.stop - part.start, layout.most + 1)
-        at[part] = found.scatter_(1, where, positions.expand_as(where))[:, : layout.most]
-        valid[part] = places < taken.sum(-1, keepdim=True)
+        at[part], valid[part] = best_of(scores, seen, layout.most)
     return at, valid
+
+
+def best_of(scores: Tensor, seen: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Places [n, most] of the largest of `scores` [n, m] that are `seen`, in order, and whether there are so many. Of
+    equal ones the earlier."""
+    scores = scores.masked_fill(~seen, float("-inf"))
+    least = scores.topk(most, dim=-1).values[:, -1:]
+    above, equal = scores > least, (scores == least) & seen
+    room = most - above.sum(-1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(-1) <= room))
+    # One place more than there are, for all that are not taken.
+    where = torch.where(taken, taken.cumsum(-1) - 1, most)
+    places = torch.arange(scores.shape[1], device=scores.device)
+    found = places.new_zeros(len(scores), most + 1)
+    at = found.scatter_(1, where, places.expand_as(where))[:, :most]
+    return at, places[:most] < taken.sum(-1, keepdim=True)
 
 
 def _part(batch: AttentionBatch, sequences: Sequence[int]) -> tuple[Tensor, AttentionBatch]:

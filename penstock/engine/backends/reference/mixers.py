@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.interface import (
     AttentionBatch,
@@ -17,10 +18,11 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import delta, latent, mamba, short_conv
+from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
 
 
-class PlainMixers(PlainIndexing):
+class PlainMixers(PlainIndexing, PlainCompression):
     """See `Ops`."""
 
     def latent_attention(
@@ -42,6 +44,9 @@ class PlainMixers(PlainIndexing):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
+
+    def sqrt_softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x).sqrt()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()

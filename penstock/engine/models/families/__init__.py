@@ -13,6 +13,7 @@ from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.cwm import CWM
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
+from penstock.engine.models.families.deepseek_v4 import DEEPSEEK_V4
 from penstock.engine.models.families.dots1 import DOTS1
 from penstock.engine.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from penstock.engine.models.families.exaone4 import EXAONE4
@@ -117,6 +118,7 @@ FAMILIES: dict[str, Family] = {
         KIMI_K2,
         DEEPSEEK_V32,
         GLM_MOE_DSA,
+        DEEPSEEK_V4,
         OLMOE,
         QWEN2_MOE,
         GRANITE_MOE,
@@ -209,7 +211,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    ordinary = not fields.keys() & {"delta", "mamba", "short_conv"} and not fields.get("chunked")
+    ordinary = not fields.keys() & {"delta", "mamba", "short_conv", "compression"} and not fields.get("chunked")
     ordinary = ordinary and ("latent" not in fields or fields["latent"].index is None)
     if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")

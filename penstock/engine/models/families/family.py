@@ -16,6 +16,7 @@ from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
 from penstock.engine.models.model_config import (
+    CompressionConfig,
     DeltaConfig,
     LatentConfig,
     LayerPart,
@@ -23,6 +24,7 @@ from penstock.engine.models.model_config import (
     MoeConfig,
     QueryGrowth,
     ShortConvConfig,
+    StreamsConfig,
     TokenInputs,
 )
 from penstock.engine.models.rope import RopeConfig
@@ -57,6 +59,7 @@ class ConfigFields(TypedDict, total=False):
     unrotated: tuple[bool, ...]
     attention_sinks: bool
     attention_softcap: float | None
+    compression: CompressionConfig
     delta: DeltaConfig
     ffn_sizes: tuple[int, ...]
     key_sources: tuple[int, ...]
@@ -92,6 +95,7 @@ class ConfigFields(TypedDict, total=False):
     rope: RopeConfig
     row_norms: bool
     short_conv: ShortConvConfig
+    streams: StreamsConfig
     tied_embeddings: bool
     windows: Windows
 
@@ -231,6 +235,8 @@ class Family:
     """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
     reference: str = ""
     """The `model_type` whose class the reference reads such files with, where it is another."""
+    own_name: Callable[[str], str] | None = None
+    """What a tensor is called here, for checkpoints that name it otherwise than `names`."""
     architecture: Callable[[], Architecture] | None = None
     """Layers and forward pass, imported when a model is built; None: those of `models.llama`."""
 

@@ -10,17 +10,30 @@ whose experts are here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.interface import ActivationOps, Ops
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import SMALL_TOTAL, GroupScore, LayerTable, Scoring
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The ids of the tokens that are being computed, for routers that look them up."""
+
+    ids: Tensor | None = None
+
+    def of(self, count: int) -> Tensor:
+        if self.ids is None or len(self.ids) != count:
+            raise RuntimeError("experts are chosen by token ids, and nobody has said which the tokens of this step are")
+        return self.ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,10 @@ class Router:
     total_eps: float = SMALL_TOTAL
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     """See `Ops.sigmoid`."""
+    sqrt_softplus: Callable[[Tensor], Tensor] = lambda x: F.softplus(x).sqrt()
+    table: Tensor | None = None
+    """int64 [vocab, top_k]: the experts of each token, where scores only weigh them."""
+    tokens: StepTokens = field(default_factory=StepTokens)
     gains: Tensor | None = None
     """Factors of the weights, after all others: float32 [experts]."""
 
@@ -51,8 +68,11 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         logits = self.linear(x).float()
-        scores = self.sigmoid(logits) if self.scoring == "sigmoid" else logits.softmax(-1)
-        if self.bias is None and self.groups == 1 and self.scoring == "softmax":
+        scores = self._scores(logits)
+        if self.table is not None:
+            experts = self.table[self.tokens.of(len(x))]
+            weights = scores.gather(1, experts)
+        elif self.bias is None and self.groups == 1 and self.scoring == "softmax":
             weights, experts = scores.topk(self.top_k, dim=-1)
         elif self.bias is None and self.groups == 1:
             experts = logits.topk(self.top_k, dim=-1).indices  # sigmoids of large logits are all one
@@ -66,8 +86,13 @@ class Router:
             weights = scores.gather(1, experts)
         if self.normalize:
             total = _sum(weights).unsqueeze(-1)
-            weights = weights / (total + self.total_eps if self.scoring == "sigmoid" else total)
+            weights = weights / (total if self.scoring == "softmax" else total + self.total_eps)
         return self.gained(weights if self.scale == 1.0 else weights * self.scale, experts), experts
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.scoring == "sqrt_softplus":
+            return self.sqrt_softplus(logits)
+        return self.sigmoid(logits) if self.scoring == "sigmoid" else logits.softmax(-1)
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
         """bool [T, experts]."""

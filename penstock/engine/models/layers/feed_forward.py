@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu, Link
+from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSilu, ClampedSwiglu, Link
 from penstock.engine.models.layers.linear import ChainedLinear, InlineLinear, Linear
 
 
@@ -131,4 +131,9 @@ def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
         return gate_up.relu_().square_()
     if isinstance(activation, ClampedSwiglu):
         return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
+    if isinstance(activation, ClampedSilu):
+        gate, up = gate_up.chunk(2, -1)
+        gate.clamp_(max=activation.limit)
+        up.clamp_(-activation.limit, activation.limit)
+        return ops.silu_mul(gate_up)
     return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)

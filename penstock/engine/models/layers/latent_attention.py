@@ -113,8 +113,8 @@ class LatentAttention:
             assert found is not None, "the first layer of a stage has an indexer"
             return found
         size, every = latents.latents.shape[1], self.additions is not None
-        batch.chosen = self.indexer.choose(x, narrow, batch, keys, size, every=every)
-        return batch.chosen or ()
+        batch.chosen = self.indexer.choose(x, narrow, batch, keys, size, every=every) or ()
+        return batch.chosen
 
     def fused(
         self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedLatentCache

@@ -22,9 +22,10 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.interface import Activation, ClampedSwiglu
+from penstock.engine.backends.interface import Activation, ClampedSilu, ClampedSwiglu
 
 SILU, GELU, CLAMPED, SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+CLAMPED_SILU = tl.constexpr(4)
 """Values of GATE. SQUARED: there is no gate, and what there is becomes the square of its ReLU."""
 
 
@@ -32,6 +33,8 @@ def gate_options(activation: Activation) -> dict[str, Any]:
     """The arguments of `gated`, for a launch."""
     if isinstance(activation, ClampedSwiglu):
         return {"GATE": CLAMPED.value, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    if isinstance(activation, ClampedSilu):
+        return {"GATE": CLAMPED_SILU.value, "ALPHA": 1.0, "LIMIT": activation.limit}
     gates = {"silu": SILU, "gelu_tanh": GELU, "relu2": SQUARED}
     return {"GATE": gates[activation].value, "ALPHA": 1.0, "LIMIT": 0.0}
 
@@ -39,10 +42,12 @@ def gate_options(activation: Activation) -> dict[str, Any]:
 @triton.jit
 def gated(x: tl.tensor, up: tl.tensor, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
     """silu(x) * up, gelu(x) * up with gelu in its tanh form x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u)), or
-    `ClampedSwiglu`."""
-    if GATE == CLAMPED:
+    `ClampedSwiglu`, or `ClampedSilu`."""
+    if GATE == CLAMPED or GATE == CLAMPED_SILU:  # noqa: SIM109 - Triton has no `in`
         x = tl.minimum(x, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        if GATE == CLAMPED:
+            up += 1.0
         x = x / (1.0 + tl.exp(-ALPHA * x))
     elif GATE == GELU:
         x = x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))

@@ -3,6 +3,10 @@
 `decode`: a sequence's cache is cut into shares, one per program, as in `kernels.decode`; the grid follows from host
 values. `merge`: what the shares of a sequence found, brought together, and for few tokens also the product with the
 value matrices; `latent_values` otherwise.
+
+Where tokens attend to chosen ones (`ChosenSlots`), the same kernel takes these from their list: of decodes those with
+long contexts, beside others that see everything; of prompts (`attend_lists`) every token by itself, all of whose heads
+share what is gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +25,16 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.cuda.kernels.latent_tile import NEGATIVE, LatentConfig, attend, precision
+from penstock.engine.backends.cuda.kernels.latent_tile import (
+    EITHER,
+    LIST,
+    NEGATIVE,
+    TABLE,
+    ChosenSlots,
+    LatentConfig,
+    attend,
+    precision,
+)
 from penstock.engine.backends.interface import AttentionBatch, LatentLayout, LatentWeights
 
 FEW = 8
@@ -33,14 +46,18 @@ MERGED = 16
 
 
 @triton.jit
-def _shares(context: tl.tensor, min_tiles: tl.tensor, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
-    """Tiles of one share of a sequence, and how many shares there are."""
+def _shares(
+    context: tl.tensor, min_tiles: tl.tensor, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr
+) -> tl.tensor:
+    """Tiles of one share of a sequence, and how many shares there are. With MOST no more tokens than that are read."""
+    if MOST > 0:
+        context = tl.minimum(context, MOST)
     tiles = tl.cdiv(context, BLOCK_N)
     share = tl.maximum(tl.cdiv(tiles, SPLITS), min_tiles)
     return share, tl.cdiv(tiles, share)
 
 
-@triton.jit(do_not_specialize=["min_tiles"])
+@triton.jit(do_not_specialize=["first", "min_tiles"])
 def _decode_kernel(
     query_ptr: tl.tensor,
     cache_ptr: tl.tensor,
@@ -52,8 +69,10 @@ def _decode_kernel(
     rows_ptr: tl.tensor,
     context_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    list_ptr: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
+    first: tl.tensor,
     min_tiles: tl.tensor,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -68,21 +87,30 @@ def _decode_kernel(
     HALF: tl.constexpr,
     INT8: tl.constexpr,
     CACHE_BYTES: tl.constexpr,
+    SOURCE: tl.constexpr,
+    MOST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    seq = tl.program_id(0).to(tl.int64)
+    seq = (first + tl.program_id(0)).to(tl.int64)
     split = tl.program_id(2)
     head = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     launch_successor(PDL)
+    if SOURCE == LIST:
+        wait_for_inputs(PDL)  # how long lists are was made in this step
+        row = seq * 0
+    else:
+        row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
     context = tl.load(context_ptr + seq)
-    row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
-    share, active = _shares(context, min_tiles, BLOCK_N, SPLITS)
+    listed = context > MOST if SOURCE == EITHER else SOURCE == LIST
+    share, active = _shares(context, min_tiles, BLOCK_N, SPLITS, MOST)
     begin = split * share * BLOCK_N
+    if SOURCE != TABLE:
+        context = tl.minimum(context, MOST)
     end = tl.minimum(begin + share * BLOCK_N, context)
     table = table_ptr + row * table_stride
-    if PDL:  # noqa: SIM102 - known when compiled; the other is not
-        if begin < end:
+    if PDL and SOURCE != LIST:  # noqa: SIM102 - known when compiled; the other is not
+        if (begin < end) & (listed == 0):
             # The first tokens of the share may be on their way before the queries are there.
             CACHED: tl.constexpr = LATENT + ROTARY
             n = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
@@ -100,7 +128,8 @@ def _decode_kernel(
         # fp8 widens to float16 in one instruction, exactly.
         q = q.to(tl.float16)
         turned = turned.to(tl.float16)
-    if split >= tl.maximum(active, 1):
+    # A sequence with no context is padding, of which somebody may read zeros; a token with no list is another's task.
+    if split >= (active if SOURCE == LIST else tl.maximum(active, 1)):
         return
     scores = scale * LOG2E
     if SCALED and not INT8:
@@ -121,6 +150,8 @@ def _decode_kernel(
         end,
         tl.full([TILE_M], 2147483647, tl.int32),
         scores,
+        list_ptr + seq * MOST,
+        listed,
         LATENT,
         LATENT_BLOCK,
         ROTARY,
@@ -129,13 +160,13 @@ def _decode_kernel(
         BLOCK_N,
         True,
         INT8,
+        SOURCE,
         PRECISION,
     )
     if SCALED and not INT8:
         acc *= tl.load(scale_ptr)
     mask = in_head & (r < LATENT)[None, :]
     if SPLITS == 1:
-        # A sequence with no context (padding) gets zeros.
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = seen_ptr + ((seq * HEADS + head) * LATENT)[:, None] + r[None, :]
         tl.store(to, acc.to(seen_ptr.dtype.element_ty), mask=mask)
@@ -165,6 +196,7 @@ def _merge_kernel(
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     VALUES: tl.constexpr,
+    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0).to(tl.int64)
@@ -176,7 +208,7 @@ def _merge_kernel(
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         w_at = up_ptr + ((head.to(tl.int64) * (PLAIN + VALUE) + PLAIN + v) * LATENT)[:, None] + r[None, :]
         w = tl.load(w_at, mask=(v < VALUE)[:, None] & (r < LATENT)[None, :], other=0.0)
-    _, active = _shares(tl.load(context_ptr + seq), min_tiles, BLOCK_N, SPLITS)
+    _, active = _shares(tl.load(context_ptr + seq), min_tiles, BLOCK_N, SPLITS, MOST)
     wait_for_inputs(PDL)
     s = tl.arange(0, CHUNK)
     peak = NEGATIVE + 0.0
@@ -221,6 +253,11 @@ def fixed(layout: LatentLayout, element_size: int) -> LatentConfig:
     return LatentConfig(tile, block_n, num_warps, num_stages, splits=16, min_tiles=256 // block_n)
 
 
+def one_share(layout: LatentLayout, element_size: int) -> LatentConfig:
+    """For `attend_lists`: lists are short and tokens many."""
+    return LatentConfig(*_tile(layout, element_size))
+
+
 def _tile(layout: LatentLayout, element_size: int) -> tuple[int, int, int, int]:
     """Heads, cached tokens, warps and stages."""
     tile = max(16, min(16 if element_size == 4 else 64, next_power_of_2(layout.heads)))
@@ -238,50 +275,35 @@ def decode(
     *,
     seen: Tensor | None = None,
     values: Tensor | None = None,
+    chosen: ChosenSlots | None = None,
     pdl: bool = False,
 ) -> None:
     """Attention of the batch's first `num_decodes` sequences, into `seen` [T, heads, latent] or, taken out of the
-    latents' space, into `values` [T, heads * value]."""
+    latents' space, into `values` [T, heads * value]. With `chosen`, to those tokens where contexts are longer than what
+    may be chosen."""
     sequences, heads, splits = batch.num_decodes, layout.heads, config.splits
+    most = 0 if chosen is None else chosen.most
     if values is not None:
         splits = max(2, splits)
     parts = sequences * heads * splits if splits > 1 else 0
     stats = torch.empty((2, parts), dtype=torch.float32, device=query.device)
     partial = torch.empty((parts, layout.latent), dtype=torch.float32, device=query.device)
-    latent_block = max(16, next_power_of_2(layout.latent))
-    launch(
-        _decode_kernel,
+    _launch(
         (sequences, ceil_div(heads, config.tile), splits),
         query,
-        cache,
-        query if scales is None else scales,
-        query if seen is None else seen,
-        partial,
-        stats[0],
-        stats[1],
+        layout,
         batch.rows,
         batch.context_lens,
         batch.block_tables,
-        batch.block_tables.stride(0),
-        layout.scale,
-        config.min_tiles,
-        HEADS=heads,
-        LATENT=layout.latent,
-        LATENT_BLOCK=latent_block,
-        ROTARY=layout.rotary,
-        ROTARY_BLOCK=max(16, next_power_of_2(layout.rotary)),
-        BLOCK_SIZE=cache.shape[1],
-        TILE_M=config.tile,
-        BLOCK_N=config.block_n,
-        SPLITS=splits,
-        SCALED=scales is not None,
-        HALF=cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32,
-        INT8=cache.dtype == torch.int8,
-        CACHE_BYTES=cache.element_size(),
-        PRECISION=precision(query),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        pdl=pdl,
+        chosen,
+        cache,
+        scales,
+        query if seen is None else seen,
+        (partial, stats[0], stats[1]),
+        0,
+        config,
+        TABLE if chosen is None else EITHER,
+        pdl,
     )
     if splits == 1:
         return
@@ -299,7 +321,7 @@ def decode(
         config.min_tiles,
         HEADS=heads,
         LATENT=layout.latent,
-        LATENT_BLOCK=latent_block,
+        LATENT_BLOCK=max(16, next_power_of_2(layout.latent)),
         PLAIN=layout.plain,
         VALUE=layout.value,
         BLOCK_V=block_v,
@@ -307,6 +329,96 @@ def decode(
         SPLITS=splits,
         CHUNK=min(splits, 32),
         VALUES=values is not None,
+        MOST=most,
         num_warps=8,
+        pdl=pdl,
+    )
+
+
+def attend_lists(
+    query: Tensor,
+    layout: LatentLayout,
+    chosen: ChosenSlots,
+    cache: Tensor,
+    scales: Tensor | None,
+    seen: Tensor,
+    first: int,
+    config: LatentConfig,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Attention of every token from the `first` on that has a list to what is on it, into `seen` [T, heads, latent].
+    Other rows stay."""
+    _launch(
+        (query.shape[0] - first, ceil_div(layout.heads, config.tile), 1),
+        query,
+        layout,
+        chosen.seen,
+        chosen.seen,
+        chosen.slots,
+        chosen,
+        cache,
+        scales,
+        seen,
+        (query, query, query),
+        first,
+        config,
+        LIST,
+        pdl,
+    )
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    query: Tensor,
+    layout: LatentLayout,
+    rows: Tensor,
+    contexts: Tensor,
+    tables: Tensor,
+    chosen: ChosenSlots | None,
+    cache: Tensor,
+    scales: Tensor | None,
+    seen: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
+    first: int,
+    config: LatentConfig,
+    source: tl.constexpr,
+    pdl: bool,
+) -> None:
+    """`parts`: where shares put their sums, peaks and totals."""
+    launch(
+        _decode_kernel,
+        grid,
+        query,
+        cache,
+        query if scales is None else scales,
+        seen,
+        *parts,
+        rows,
+        contexts,
+        tables,
+        tables if chosen is None else chosen.slots,
+        tables.stride(0),
+        layout.scale,
+        first,
+        config.min_tiles,
+        HEADS=layout.heads,
+        LATENT=layout.latent,
+        LATENT_BLOCK=max(16, next_power_of_2(layout.latent)),
+        ROTARY=layout.rotary,
+        ROTARY_BLOCK=max(16, next_power_of_2(layout.rotary)),
+        BLOCK_SIZE=cache.shape[1],
+        TILE_M=config.tile,
+        BLOCK_N=config.block_n,
+        SPLITS=grid[2],
+        SCALED=scales is not None,
+        HALF=cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32,
+        INT8=cache.dtype == torch.int8,
+        CACHE_BYTES=cache.element_size(),
+        SOURCE=source.value,
+        MOST=0 if chosen is None else chosen.most,
+        PRECISION=precision(query),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         pdl=pdl,
     )

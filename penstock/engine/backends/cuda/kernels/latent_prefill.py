@@ -16,7 +16,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.cuda.kernels.latent_tile import NEGATIVE, LatentConfig, attend, precision
+from penstock.engine.backends.cuda.kernels.latent_tile import NEGATIVE, TABLE, LatentConfig, attend, precision
 from penstock.engine.backends.interface import AttentionBatch, LatentLayout
 
 
@@ -47,6 +47,7 @@ def _prefill_kernel(
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
     INT8: tl.constexpr,
+    MOST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -68,11 +69,13 @@ def _prefill_kernel(
     length = tl.load(starts_ptr + seq + 1) - begin
     tiles = tl.cdiv(length, BLOCK_Q)
     local = tile - ((begin - origin) // BLOCK_Q + index)
+    context = tl.load(context_ptr + seq)
+    if MOST > 0:
+        local = tl.where(context > MOST, tiles, local)  # attends to what was chosen; see `latent_decode.attend_lists`
     if local >= tiles:
         return
     offset = (tiles - 1 - local) * BLOCK_Q
 
-    context = tl.load(context_ptr + seq)
     row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
     table = table_ptr + row * table_stride
     m = tl.arange(0, BLOCK_M)
@@ -112,6 +115,8 @@ def _prefill_kernel(
         masked_from,
         position,
         scores,
+        table,
+        False,
         LATENT,
         LATENT_BLOCK,
         ROTARY,
@@ -120,6 +125,7 @@ def _prefill_kernel(
         BLOCK_N,
         False,
         INT8,
+        TABLE,
         PRECISION,
     )
     acc, peak, total = attend(
@@ -135,6 +141,8 @@ def _prefill_kernel(
         end,
         position,
         scores,
+        table,
+        False,
         LATENT,
         LATENT_BLOCK,
         ROTARY,
@@ -143,6 +151,7 @@ def _prefill_kernel(
         BLOCK_N,
         True,
         INT8,
+        TABLE,
         PRECISION,
     )
     if SCALED and not INT8:
@@ -167,9 +176,11 @@ def prefill(
     seen: Tensor,
     config: LatentConfig,
     *,
+    most: int = 0,
     pdl: bool = False,
 ) -> None:
-    """Attention of every sequence after the first `num_decodes`, into `seen` [T, heads, latent]."""
+    """Attention of every sequence after the first `num_decodes`, into `seen` [T, heads, latent]. With `most`, only of
+    those whose contexts are no longer."""
     group = min(layout.heads, config.tile)
     block_q = config.tile // group
     sequences, tokens = batch.context_lens.shape[0] - batch.num_decodes, query.shape[0] - batch.num_decodes
@@ -201,6 +212,7 @@ def prefill(
         SCALED=scales is not None,
         HALF=cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32,
         INT8=cache.dtype == torch.int8,
+        MOST=most,
         PRECISION=precision(query),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

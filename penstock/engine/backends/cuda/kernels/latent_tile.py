@@ -2,6 +2,9 @@
 
 All heads share one key per token, so a tile holds many heads of a token and a cached vector is read once for all of
 them, as key (all of it) and as value (its latent part).
+
+Tokens come one after the other through a sequence's block table, or from a list of slots that were chosen for a token
+(`index_choice`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,12 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels.common import widen
 
 NEGATIVE = tl.constexpr(-1.0e30)
+TABLE = tl.constexpr(0)
+"""Where tokens come from: the block table,"""
+EITHER = tl.constexpr(1)
+"""a list where there is one, as is known when the kernel runs,"""
+LIST = tl.constexpr(2)
+"""or always a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,24 @@ class LatentConfig:
     num_stages: int
     splits: int = 1
     min_tiles: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSlots:
+    """What the tokens of a step attend to, where something had to be chosen."""
+
+    slots: Tensor
+    """int32 [T, most]: cache slots in the order of positions, as many as `seen` says."""
+    seen: Tensor
+    """int32 [T]: tokens that each could see, of which the best `most` were chosen; 0 where it sees all of them because
+    its sequence has no more than `most`."""
+
+    @property
+    def most(self) -> int:
+        return self.slots.shape[1]
+
+    def part(self, tokens: slice) -> ChosenSlots:
+        return ChosenSlots(self.slots[tokens], self.seen[tokens])
 
 
 @triton.jit
@@ -45,6 +72,8 @@ def attend(
     end: tl.tensor,
     position: tl.tensor,
     scores: tl.tensor,
+    list_ptr: tl.tensor,
+    listed: tl.tensor,
     LATENT: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -53,9 +82,11 @@ def attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     INT8: tl.constexpr,
+    SOURCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Fold cached tokens `begin..end` into the running softmax; unmasked tiles must be visible to every row."""
+    """Fold cached tokens `begin..end` into the running softmax; unmasked tiles must be visible to every row. `listed`:
+    whether they are those of `list_ptr`, which are masked."""
     CACHED: tl.constexpr = LATENT + ROTARY
     r = tl.arange(0, LATENT_BLOCK)
     e = tl.arange(0, ROTARY_BLOCK)
@@ -63,10 +94,20 @@ def attend(
         n = start + tl.arange(0, BLOCK_N)
         # Past the context tables and slots hold anything, NaN included.
         inside = n < end if MASKED else n >= 0
-        block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + n % BLOCK_SIZE
-        # Not slot * CACHED: Triton would take every row to be aligned as the first of its block is.
-        at = cache_ptr + (block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED)[:, None]
+        if SOURCE == LIST:
+            slot = tl.load(list_ptr + n, mask=inside, other=0).to(tl.int64)
+            at = cache_ptr + (slot * CACHED)[:, None]
+        elif SOURCE == EITHER:
+            slot = tl.load(list_ptr + n, mask=inside & listed, other=0).to(tl.int64)
+            block = tl.load(table + n // BLOCK_SIZE, mask=inside & (listed == 0), other=0).to(tl.int64)
+            offset = tl.where(listed, slot * CACHED, block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED)
+            slot = tl.where(listed, slot, block * BLOCK_SIZE + n % BLOCK_SIZE)
+            at = cache_ptr + offset[:, None]
+        else:
+            block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + n % BLOCK_SIZE
+            # Not slot * CACHED: Triton would take every row to be aligned as the first of its block is.
+            at = cache_ptr + (block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED)[:, None]
         if MASKED:
             k = tl.load(at + r[None, :], mask=inside[:, None] & (r < LATENT)[None, :], other=0.0)
             k_turned = tl.load(at + LATENT + e[None, :], mask=inside[:, None] & (e < ROTARY)[None, :], other=0.0)

@@ -1,0 +1,170 @@
+"""DeepSeek V4: attention to a window and to entries, experts, and several residual streams around both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.interface import AttentionBatch, CompressionLayout
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.models.architecture import Architecture, LayerContext
+from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
+from penstock.engine.models.layers.experts import StepTokens
+from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead
+from penstock.engine.models.llama import compose_feed_forward
+from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
+
+INPUTS, QUERY_UP, KEY = "q_a_proj", "q_b_proj", "kv_proj"
+OUTPUT_DOWN, OUTPUT = "o_a_proj", "o_b_proj"
+POOL, INDEXER = "compressor.", "compressor.indexer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsLayer(DecoderLayer):
+    """A layer among several streams."""
+
+    around_mixer: HyperConnection
+    around_feed_forward: HyperConnection
+    tokens: StepTokens
+    """What its router reads, where it looks experts up."""
+    head: StreamsHead | None
+    """Behind the last layer of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekV4Decoder(Decoder):
+    """See `Decoder`. The residual stream of a token has all its streams, side by side."""
+
+    @property
+    def launched_eagerly(self) -> bool:
+        return True  # how a step is cut depends on its sequences
+
+    @property
+    def stream_width(self) -> int:
+        assert self.config.streams is not None
+        return self.config.streams.count * self.config.hidden_size
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        for layer in self._layers:
+            layer.tokens.ids = token_ids
+        stream = Decoder.embed(self, token_ids)
+        return stream.repeat(1, self.stream_width // stream.shape[1])
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        eps, dtype = self.config.rms_eps, self.embedding.dtype
+        streams = residual.view(len(residual), -1, self.config.hidden_size)
+        for layer, cache in zip(self._layers, kv.layers, strict=True):
+            entered = layer.around_mixer.enter(streams)
+            x = layer.mixer.ops.rms_norm(entered.x, layer.mixer_norm, eps, dtype)
+            streams = entered.leave(layer.mixer.forward(x, batch, cache), streams)
+            entered = layer.around_feed_forward.enter(streams)
+            x = layer.feed_forward.ops.rms_norm(entered.x, layer.feed_forward_norm, eps, dtype)
+            streams = entered.leave(layer.feed_forward.forward(x), streams)
+        residual.copy_(streams.flatten(1))
+        head = self._layers[-1].head
+        out: Tensor = self.ops.rms_norm(streams[:, 0] if head is None else head(streams), self.final_norm, eps, dtype)
+        return out
+
+    @property
+    def _layers(self) -> list[StreamsLayer]:
+        layers: list[StreamsLayer] = self.layers  # type: ignore[assignment]
+        return layers
+
+
+def compose_layer(context: LayerContext) -> StreamsLayer:
+    read, names, prefix, config = context.read, context.names, context.prefix, context.config
+    tokens = StepTokens()
+    last = context.index == config.num_layers - 1
+    return StreamsLayer(
+        mixer_norm=read.norm(prefix + names.mixer_norm, config.hidden_size),
+        mixer=compose_attention(context),
+        feed_forward_norm=read.norm(prefix + names.feed_forward_norm, config.hidden_size),
+        feed_forward=compose_feed_forward(replace(context, inner=read.backend.ops), tokens),
+        around_mixer=_connection(context, "attn_hc"),
+        around_feed_forward=_connection(context, "ffn_hc"),
+        tokens=tokens,
+        head=_head(context) if last else None,
+    )
+
+
+def _streams(context: LayerContext) -> StreamsConfig:
+    streams = context.config.streams
+    assert streams is not None
+    return streams
+
+
+def _connection(context: LayerContext, name: str) -> HyperConnection:
+    read, streams, at = context.read, _streams(context), f"{context.prefix}{name}."
+    ops, size = read.backend.ops, (2 + streams.count) * streams.count
+    return HyperConnection(
+        weight=read.get(f"{at}fn", size, streams.count * context.config.hidden_size, dtype=torch.float32),
+        base=read.get(f"{at}base", size, dtype=torch.float32),
+        scale=read.get(f"{at}scale", 3, dtype=torch.float32),
+        streams=streams,
+        norm_eps=context.config.rms_eps,
+        alone=lambda: ops.batch_invariant,
+    )
+
+
+def _head(context: LayerContext) -> StreamsHead:
+    read, streams, ops = context.read, _streams(context), context.read.backend.ops
+    at, count = f"{context.prefix.removesuffix(f'layers.{context.index}.')}hc_head.hc_", streams.count
+    return StreamsHead(
+        weight=read.get(f"{at}fn", count, count * context.config.hidden_size, dtype=torch.float32),
+        base=read.get(f"{at}base", count, dtype=torch.float32),
+        scale=read.get(f"{at}scale", 1, dtype=torch.float32),
+        eps=streams.eps,
+        norm_eps=context.config.rms_eps,
+        alone=lambda: ops.batch_invariant,
+    )
+
+
+def compose_attention(context: LayerContext) -> CompressedAttention:
+    read, config, shape = context.read, context.config, context.config.compression
+    assert shape is not None
+    prefix, hidden, dim = context.prefix + context.names.attention, config.hidden_size, config.head_dim
+    rate, chosen, heads = shape.rates[context.index], shape.chosen[context.index], config.num_heads
+    groups = shape.output_groups
+    down = read.get(f"{prefix}{OUTPUT_DOWN}.weight", groups * shape.output_rank, heads * dim // groups)
+    return CompressedAttention(
+        ops=read.backend.ops,
+        inputs=read.linear(prefix, {INPUTS: shape.query_rank, KEY: dim}, hidden),
+        query_up=read.linear(prefix, {QUERY_UP: heads * dim}, shape.query_rank),
+        output_down=down.view(groups, shape.output_rank, -1),
+        output=read.linear(prefix, {OUTPUT: hidden}, groups * shape.output_rank),
+        layout=CompressionLayout(heads, dim, shape.window, config.attention_scale, config.rms_eps, rate, chosen),
+        query_norm=read.norm(f"{prefix}q_a_norm", shape.query_rank),
+        key_norm=read.norm(f"{prefix}kv_norm", dim),
+        sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32),
+        cos_sin=context.cos_sin,
+        pool=_pool(context, prefix + POOL, rate, dim, chosen) if rate else None,
+        indexer=_indexer(context, prefix + INDEXER, shape, rate) if chosen else None,
+        cache_scale=torch.ones(1, device=read.backend.device) if context.fp8_cache else None,
+    )
+
+
+def _pool(context: LayerContext, at: str, rate: int, dim: int, overlapping: bool) -> EntryPool:
+    # Entries stand for many tokens, and checkpoints do not store what makes them in few bits.
+    read, width = context.read.dense(), 2 * dim if overlapping else dim
+    return EntryPool(
+        linear=read.linear(at, {"kv_proj": width, "gate_proj": width}, context.config.hidden_size),
+        bias=read.get(f"{at}position_bias", rate, width, dtype=torch.float32),
+        norm=read.norm(f"{at}kv_norm", dim),
+    )
+
+
+def _indexer(context: LayerContext, at: str, shape: CompressionConfig, rate: int) -> EntryIndexer:
+    read, heads, dim = context.read, shape.index_heads, shape.index_dim
+    weights = f"{at}scorer.weights_proj.weight"
+    return EntryIndexer(
+        pool=_pool(context, at, rate, dim, True),
+        queries=read.linear(at, {QUERY_UP: heads * dim}, shape.query_rank),
+        head_weights=read.get(weights, heads, context.config.hidden_size, dtype=torch.float32),
+        most=shape.most,
+    )
+
+
+DEEPSEEK_V4_LIKE = Architecture(DeepseekV4Decoder, compose_layer)

@@ -1,0 +1,152 @@
+"""Attention to a window and to entries that stand for several tokens (DeepSeek V4); see `CompressionOps`.
+
+One key per token is also its value, for all heads. The window's keys and the groups that are not complete are a state
+of the sequence; entries lie in its blocks. Outputs are projected by runs of heads, then together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.engine.backends.interface import (
+    AttentionBatch,
+    CompressionCache,
+    CompressionLayout,
+    Entries,
+    EntryIndex,
+    Ops,
+    PoolInputs,
+    PoolState,
+)
+from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, StateTensors
+from penstock.engine.models.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPool:
+    """What makes entries of tokens."""
+
+    linear: Linear
+    """Values, then gates."""
+    bias: Tensor
+    norm: Tensor
+
+    def __call__(self, x: Tensor) -> PoolInputs:
+        values, gates = self.linear(x).chunk(2, -1)
+        return PoolInputs(values, gates, self.bias, self.norm)
+
+    @property
+    def parts(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Of its state."""
+        dim, width = self.norm.shape[0], self.bias.shape[1]
+        before = (((3, dim), torch.float32),) if width > dim else ()
+        return ((3, width), torch.float32), *before
+
+    def state(self, tensors: list[Tensor]) -> PoolState:
+        """Takes its own of what a layer has."""
+        return PoolState(tensors.pop(0), tensors.pop(0) if len(self.parts) > 1 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryIndexer:
+    """What chooses entries."""
+
+    pool: EntryPool
+    queries: Linear
+    """From the narrow vector that the queries of attention are made of."""
+    head_weights: Tensor
+    """float32 [heads, hidden]."""
+    most: int
+
+    def __call__(self, x: Tensor, narrow: Tensor, *, alone: bool) -> EntryIndex:
+        # Token by token where a product must not depend on how many there are.
+        runs = [x[at : at + 1] for at in range(len(x))] if alone else [x]
+        weights = torch.cat([F.linear(run.float(), self.head_weights) for run in runs])
+        return EntryIndex(self.pool(x), self.queries(narrow), weights, len(self.head_weights), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """See `TokenMixer`."""
+
+    ops: Ops
+    inputs: Linear
+    """The narrow vector that queries are made of, then the key."""
+    query_up: Linear
+    output_down: Tensor
+    """[runs of heads, rank, dimensions of a run]."""
+    output: Linear
+    layout: CompressionLayout
+    query_norm: Tensor
+    key_norm: Tensor
+    sinks: Tensor
+    """float32 [heads]."""
+    cos_sin: Tensor
+    pool: EntryPool | None = None
+    indexer: EntryIndexer | None = None
+    cache_scale: Tensor | None = None
+    """With an FP8 cache: what entries are divided by, float32 [1]."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        pool = () if self.pool is None else (self.pool.linear,)
+        index = () if self.indexer is None else (self.indexer.pool.linear, self.indexer.queries)
+        return self.inputs, self.query_up, self.output, *pool, *index
+
+    @property
+    def weight_bytes(self) -> int:
+        tensors = [self.output_down, *(() if self.indexer is None else (self.indexer.head_weights,))]
+        dense: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return dense + sum(linear.weight_bytes for linear in self.linears)
+
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
+        layout, made = self.layout, self.key_norm.dtype
+        window = ((layout.window, layout.head_dim), made)
+        if self.pool is None:
+            return StateTensors((window,))
+        entries: CacheKind = PagedEntries(layout.head_dim, layout.rate, block_size, dtype)
+        if self.indexer is None:
+            return BothKinds(entries, StateTensors((window, *self.pool.parts)))
+        pool = self.indexer.pool
+        keys = PagedEntries(pool.norm.shape[0], layout.rate, block_size, made)
+        return BothKinds(BothKinds(entries, keys), StateTensors((window, *self.pool.parts, *pool.parts)))
+
+    def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
+        made, rank = self.inputs(x), self.query_norm.shape[0]
+        narrow = self.ops.rms_norm(made[:, :rank], self.query_norm, self.layout.eps)
+        keys = self.ops.rms_norm(made[:, rank:], self.key_norm, self.layout.eps)
+        alone = self.ops.batch_invariant
+        seen = self.ops.compressed_attention(
+            self.query_up(narrow),
+            keys,
+            self.layout,
+            self.sinks,
+            self.cos_sin,
+            batch,
+            self._cache(cache),
+            None if self.pool is None else self.pool(x),
+            None if self.indexer is None else self.indexer(x, narrow, alone=alone),
+        )
+        runs = [seen[at : at + 1] for at in range(len(seen))] if alone else [seen]
+        return self.output(torch.cat([self._down(run) for run in runs]))
+
+    def _down(self, seen: Tensor) -> Tensor:
+        groups = seen.view(len(seen), len(self.output_down), -1).transpose(0, 1)
+        return torch.bmm(groups, self.output_down.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _cache(self, cache: Any) -> CompressionCache:
+        """`cache`: of `cache_kind`."""
+        if self.pool is None:
+            return CompressionCache(cache[0])
+        blocks, (window, *rest) = cache
+        entries, keys = blocks if self.indexer is not None else (blocks, None)
+        if entries.scales is None and self.cache_scale is not None:
+            entries = Entries(entries.rows, self.cache_scale, entries.block_size)
+        pool = self.pool.state(rest)
+        index = None if self.indexer is None else self.indexer.pool.state(rest)
+        return CompressionCache(window, entries, pool, keys, index)
