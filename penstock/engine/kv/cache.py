@@ -43,7 +43,8 @@ class CacheShape:
         return self.state_bytes == 0
 
     def __str__(self) -> str:
-        layers = ", ".join(f"{count} layers of {kind}" for kind, count in Counter(self.kinds).items())
+        kept = (kind for kind in self.kinds if not isinstance(kind, OfLayer))
+        layers = ", ".join(f"{count} layers of {kind}" for kind, count in Counter(kept).items())
         return f"{layers}, {self.block_size} tokens in a block"
 
 
