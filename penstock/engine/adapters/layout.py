@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -324,16 +325,18 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
 
 
 def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
-    """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind."""
-    names, hidden = family_of(config.family).names, config.hidden_size
-    kinds = [(*config.heads_in(layer), config.shares(layer)) for layer in range(config.num_layers)]
+    """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind, in one order
+    for the whole model and for any stage of it, which may have no layer of a kind."""
+    names, hidden, every = family_of(config.family).names, config.hidden_size, range(config.num_layers)
+    kinds = [(config.windows[layer] is None, config.source_of(layer) != layer) for layer in every]
     sites: list[Site] = []
-    for kind in dict.fromkeys(kinds):
-        kv_heads, dim, shared = kind
-        queries, keys, layers = config.num_heads * dim, kv_heads * dim, tuple(own == kind for own in kinds)
+    for kind in product((False, True), (False, True) if config.key_sources else (False,)):
+        found = next((layer for layer in every if kinds[layer] == kind), 0)
+        (kv_heads, dim), shared = config.heads_in(found), config.shares(found)
+        queries, keys = config.num_heads * dim, kv_heads * dim
         parts = {"": 3, "values": 2, "both": 1}[shared]
         modules = tuple(names.attention + part for part in names.qkv)[:parts]
-        of: dict[str, Any] = {"of_attention": True, "layers": layers}
+        of: dict[str, Any] = {"of_attention": True, "layers": tuple(own == kind for own in kinds)}
         sites.append(Site("qkv", modules, (queries, keys, keys)[:parts], hidden, **of))
         sites.append(Site("output", (names.attention + names.output,), (hidden,), queries, **of))
     return tuple(sites)

@@ -22,6 +22,7 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.layout import Place, layer_span
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.startup.part import Part
@@ -200,6 +201,11 @@ def cache_parts(part: Part, place: Place) -> CacheParts:
     last = part.kv.shape.kinds[-1]
     rows = last if isinstance(last, PagedRows) else None
     sites = part.sites or sites_of(part.model, place)
+    if sites and rows is not None:
+        raise ConfigError(
+            "speculation: a drafter that reads hidden states is not supported on several devices where layers differ "
+            "in their heads; use ngram or a draft model"
+        )
     if sites:
         return SiteParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=sites)
     return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)
