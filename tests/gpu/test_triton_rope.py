@@ -140,7 +140,11 @@ def test_rope_and_cache() -> None:
 def test_normed_values_and_what_rows_have_not() -> None:
     """Gemma 4: values are normalized, may be keys as they are projected, and some rows are queries alone."""
     for heads, kv_heads, dim in SHAPES[:1] if QUICK else (*SHAPES, (8, 2, 512)):
-        for dtype, kv_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, INT8)):
+        for dtype, kv_dtype in (
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, INT8),
+        ):
             for shared in ("", "values", "both"):
                 of = dataclasses.replace(layout(heads, kv_heads, dim), normed_values=True, shared=shared)
                 case = build([1, 1, 5, 9], [30, 1, 20, 9], of, dtype, kv_dtype)

@@ -22,6 +22,7 @@ from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import join_latent_parts, origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
+from penstock.engine.loading.head_norm_stacks import with_head_norms
 from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
@@ -63,7 +64,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if family is None:
         return read_quantized(folder)
     named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
-    checkpoint = read_quantized(with_stacks(named, family.names))
+    checkpoint = read_quantized(with_head_norms(with_stacks(named, family.names)))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 

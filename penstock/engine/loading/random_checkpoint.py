@@ -146,6 +146,10 @@ class ShapeReader(WeightReader):
     def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.get(name, size)
 
+    def number(self, name: str, *shape: int) -> float:
+        self.shapes[name] = shape
+        return 0.0
+
     def unshifted(self, name: str, size: int) -> Tensor:
         self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)

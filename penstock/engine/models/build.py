@@ -90,7 +90,7 @@ def compose_decoder(
     tables = {kind: cos_sin_table(*kind, max_positions, backend.device) for kind in dict.fromkeys(kinds)}
     head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
     head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
-    final_norm = read.norm(f"{prefix}{family.names.final_norm}", hidden)
+    final_norm, final_norm_bias = read.layer_norm(prefix, family.names.final_norm, hidden, config.norm_bias)
     further = {} if architecture.further is None else architecture.further(read, config, prefix)
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:
@@ -103,6 +103,7 @@ def compose_decoder(
             # Where other processes have parts of the model, sums over these may stand before the norm.
             layers=[_leaving_sums(layer) for layer in layers] if fused and alone else layers,
             final_norm=final_norm,
+            final_norm_bias=final_norm_bias,
             head=head,
             max_positions=max_positions,
             fused_up_to=fused,
@@ -172,7 +173,7 @@ def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
         )
     names = family_of(config.family).names
     tied = f"{prefix_of(read.names, names)}{names.embedding}"
-    return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size)
+    return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size, config.head_bias)
 
 
 def compose_one(

@@ -6,14 +6,17 @@ The residual stream is one tensor updated in place; the residual addition and th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, Clip, HeadLayout, Xielu
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -29,6 +32,7 @@ from penstock.engine.models.layers.experts import (
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
+from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
 
@@ -97,13 +101,17 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
     def norm(name: str) -> Tensor | None:
         return read.norm(prefix + name, hidden) if name else None
 
+    def out_norm(name: str) -> Tensor | None:
+        gains, scale = norm(name), context.config.out_norm_scale
+        return gains if gains is None or scale == 1.0 else gains * scale
+
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm),
-        feed_forward_out_norm=norm(names.feed_forward_out_norm),
+        mixer_out_norm=out_norm(names.mixer_out_norm),
+        feed_forward_out_norm=out_norm(names.feed_forward_out_norm),
     )
 
 
@@ -123,7 +131,10 @@ def compose_attention(context: LayerContext) -> Attention:
     parts = list(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[shared]])
     q_norm, k_norm = (prefix + name for name in names.head_norms)
-    return Attention(
+    make: Callable[..., Attention] = Attention
+    if config.output_gate:
+        make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+    return make(
         ops=context.inner,
         attention_ops=read.backend.ops,
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
@@ -151,6 +162,7 @@ def compose_attention(context: LayerContext) -> Attention:
         if context.fp8_cache
         else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
+        clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
         source=None if source == context.index else source,
     )
@@ -170,9 +182,12 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
         return routed
     read, backend = context.read, context.read.backend
     gate = f"{context.prefix}{names.moe}"
+    shared = compose_mlp(context, names.moe + names.shared_expert, moe.shared_ffn_size, backend.ops)
+    if moe.shared_scale != 1.0:
+        shared = ScaledMlp(shared.ops, shared.activation, shared.gate_up, shared.down, 1.0, moe.shared_scale)
     return backend.with_shared(
         routed=routed,
-        shared=compose_mlp(context, names.moe + names.shared_expert, moe.shared_ffn_size, backend.ops),
+        shared=shared,
         gate=read.dense().linear(gate, {names.shared_gate: 1}, config.hidden_size) if moe.shared_gate else None,
     )
 
@@ -197,12 +212,14 @@ def _gated(
 ) -> GatedMlp:
     """`matrices`: gate, up, down; `fused`: the first two, where they are stored as one. `outer`: numbers that are read
     and given, where they are not those of a token."""
-    config, (gate, up, down) = context.config, matrices
+    config, (gate, up, down), activation = context.config, matrices, context.config.activation
     outer, fused = outer or config.hidden_size, context.names.fused_gate_up if fused is None else fused
-    parts = dict.fromkeys((gate, up) if has_gate(config.activation) else (up,), ffn)
+    if isinstance(activation, Xielu):
+        activation = _xielu(read, f"{prefix}act_fn.", activation)
+    parts = dict.fromkeys((gate, up) if has_gate(activation) else (up,), ffn)
     return GatedMlp(
         ops=ops,
-        activation=config.activation,
+        activation=activation,
         gate_up=read.linear(prefix, parts, outer, bias, fused),
         down=read.linear(prefix, {down: outer}, ffn, bias),
     )
@@ -256,6 +273,20 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
             out=read.linear(block, {out: hidden}, moe.latent, config.mlp_bias),
         )
     return routed
+
+
+def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:
+    """With a layer's own numbers, in the precision in which they are stored."""
+    positive, negative = (softplus(read.number(f"{at}alpha_{sign}", 1)) for sign in "pn")
+    beta, eps = (
+        read.number(at + name) if read.stores(at + name) else number
+        for name, number in (("beta", usual.beta), ("eps", usual.eps))
+    )
+    return Xielu(positive, beta + negative, beta, eps)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

@@ -40,6 +40,7 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 SINKS = ".sinks"
 LEAST_GROUP = 32
 """Inputs that the kernels expect to share a scale."""
@@ -83,6 +84,8 @@ class Cuts:
         tensors = family_of(model.family).names
         self._attention = attention_cuts(model, place, model.num_kv_heads, model.head_dim)
         q, kv = (self._attention[name].outputs or () for name in tensors.qkv[:2])
+        self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
+        self._gate_cut = Cut(outputs=q)
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
@@ -101,7 +104,8 @@ class Cuts:
         if model.short_conv is not None and not place.data:
             self._short_conv = short_conv_cuts(model.short_conv, place)
         if model.qk_layer_norm:
-            self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
+            q_norm, k_norm = tensors.head_norms
+            self._attention |= {q_norm: Cut(outputs=(heads,)), k_norm: Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
@@ -159,10 +163,12 @@ class Cuts:
         return prefix if found is None else f"{found[1]}{int(found[2]) + self.layers[0]}{found[3]}"
 
     def of(self, name: str) -> Cut:
-        if name == HEAD:
+        if name in (HEAD, HEAD_BIAS):
             return self._head
         if name.endswith(SINKS):
             return self._sinks
+        if self._gate and self._gate in name:
+            return WHOLE if self.place.data else self._gate_cut
         if f".{POOL}" in name:
             return WHOLE  # entries and what chooses them are the same for all heads
         if name.endswith(self._mamba_norm):

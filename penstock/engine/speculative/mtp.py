@@ -167,6 +167,7 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         num_layers=1,
         windows=(None,),
         unrotated=(),
+        layer_ropes=(),
         moe=moe,
         latent=latent,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),

@@ -186,7 +186,7 @@ def adapt_model(
         offset, hidden = decoder.config.norm_offset, decoder.config.hidden_size
         norms = NormNames(
             names.final_norm,
-            norms_in_layer(names),
+            norms_in_layer(decoder.config),
             head_norms_in_layer(decoder.config),
             hidden,
             offset,

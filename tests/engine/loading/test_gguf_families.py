@@ -64,8 +64,20 @@ ARCHITECTURES = {
     "lfm2": "lfm2",
     "lfm2-biased": "lfm2",
     "lfm2-moe": "lfm2moe",
+    "glm": "chatglm",
+    "stablelm": "stablelm",
+    "stablelm-head-norms": "stablelm",
+    "starcoder2": "starcoder2",
+    "olmo": "olmo",
+    "phi": "phi2",
+    "nemotron": "nemotron",
+    "jais2": "jais2",
 }
 SLOW = {
+    "stablelm-head-norms",
+    "olmo",
+    "nemotron",
+    "jais2",
     "lfm2-biased",
     "arcee",
     "exaone-moe",
@@ -109,6 +121,11 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "self_attn.dense": "attn_output",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
@@ -133,7 +150,7 @@ STACKS = {
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
-INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
+INTERLEAVED = ("olmo", "llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
 LFM2_NAMES = {
     "operator_norm": "attn_norm",
     "self_attn.out_proj": "attn_output",
@@ -171,6 +188,13 @@ OTHER_NAMES = {
         **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
 }
+LAYER_NORMS = {
+    **dict.fromkeys(("command-r", "cohere2", "phi2", "stablelm", "jais2"), "layer_norm_eps"),
+    "starcoder2": "norm_epsilon",
+    "nemotron": "norm_eps",
+    "olmo": "",
+}
+"""By architecture: what `config.json` calls the epsilon of its LayerNorms."""
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -190,12 +214,12 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-        top["model.embedding_norm"] = "token_embd_norm"
+        top |= {"model.embedding_norm": "token_embd_norm", "model.final_layernorm": "output_norm"}
         stem, _, suffix = name.rpartition(".")
-        if arch.startswith("gemma") and stem.endswith("norm"):
+        if arch.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             tensor = tensor + 1
         if stem in top:
-            tensors[f"{top[stem]}.weight"] = tensor
+            tensors[f"{top[stem]}.{suffix}"] = tensor
             continue
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         assert match is not None
@@ -216,6 +240,10 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", part)
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
+            continue
+        of_head = re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part)
+        if of_head is not None:
+            stacks.setdefault(f"blk.{layer}.attn_{of_head[1]}_norm.weight", {})[int(of_head[2])] = tensor
             continue
         if part in STACKS:
             parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]
@@ -239,8 +267,8 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         "attention.head_count_kv": kv_heads,
         "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
     }
-    if "layer_norm_eps" in config:
-        keys |= {"attention.layer_norm_epsilon": config["layer_norm_eps"], "logit_scale": config["logit_scale"]}
+    if arch in LAYER_NORMS:
+        keys["attention.layer_norm_epsilon"] = config.get(LAYER_NORMS[arch], 1e-5)
     else:
         keys["attention.layer_norm_rms_epsilon"] = config.get("rms_norm_eps", config.get("norm_eps"))
     if config.get("head_dim"):
@@ -255,6 +283,12 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if width in config:
             keys["expert_shared_feed_forward_length"] = config[width]
+    if "logit_scale" in config:
+        keys["logit_scale"] = config["logit_scale"]
+    if config.get("clip_qkv"):
+        keys["attention.clamp_kqv"] = config["clip_qkv"]
+    if "use_parallel_residual" in config:
+        keys["use_parallel_residual"] = config["use_parallel_residual"]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
     if arch in ("glm4moe", "exaone-moe", "dots1"):
@@ -306,7 +340,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         keys["feed_forward_length"] = tensors["blk.0.ffn_gate.weight"].shape[0]
     if arch == "lfm2moe":
         keys |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
-    if arch in ("phi3", "glm4", "glm4moe", "minimax-m2"):
+    if rope.get("partial_rotary_factor"):
         dim = config.get("head_dim") or config["hidden_size"] // heads
         keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):

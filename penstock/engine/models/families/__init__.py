@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.afmoe import AFMOE
+from penstock.engine.models.families.apertus import APERTUS
 from penstock.engine.models.families.arcee import ARCEE
+from penstock.engine.models.families.axk1 import AXK1
 from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
+from penstock.engine.models.families.cohere2_moe import COHERE2_MOE
 from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.cwm import CWM
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
@@ -36,28 +40,38 @@ from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
 from penstock.engine.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from penstock.engine.models.families.glm import GLM
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from penstock.engine.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
+from penstock.engine.models.families.helium import HELIUM
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from penstock.engine.models.families.hy_v3 import HY_V3
+from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
+from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
 from penstock.engine.models.families.mellum import MELLUM
+from penstock.engine.models.families.minicpm3 import MINICPM3
 from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mistral4 import MISTRAL4
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
+from penstock.engine.models.families.olmo import OLMO
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.olmoe import OLMOE
+from penstock.engine.models.families.phi import PHI
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
@@ -68,7 +82,10 @@ from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
+from penstock.engine.models.families.stablelm import STABLELM
+from penstock.engine.models.families.starcoder2 import STARCODER2
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.families.youtu import YOUTU
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
@@ -151,6 +168,24 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         LFM2,
         LFM2_MOE,
+        GLM,
+        STABLELM,
+        STARCODER2,
+        OLMO,
+        PHI,
+        HELIUM,
+        HYPERCLOVAX,
+        JAIS2,
+        NEMOTRON,
+        APERTUS,
+        HY_V3,
+        YOUTU,
+        GRANITE_SWA,
+        GRANITE_MOE_SWA,
+        AFMOE,
+        AXK1,
+        MINICPM3,
+        COHERE2_MOE,
         GEMMA4,
         GEMMA4_UNIFIED,
         MISTRAL4,
@@ -232,7 +267,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
         family=family.model_type,
         hidden_size=hidden,
         vocab_size=integer(raw, "vocab_size"),
-        sandwich_norms=bool(family.names.mixer_out_norm),
+        sandwich_norms=bool(family.names.mixer_out_norm or family.names.feed_forward_out_norm),
         norm_offset=family.norm_offset,
         **fields,
     )

@@ -53,6 +53,10 @@ class ConfigFields(TypedDict, total=False):
     activation: Activation
     attention_scale: float
     chunked: bool
+    clip_qkv: float | None
+    layer_norms: bool
+    norm_bias: bool
+    own_norms: bool
     interleaved_rope: bool
     parallel: bool
     qk_layer_norm: bool
@@ -70,8 +74,12 @@ class ConfigFields(TypedDict, total=False):
     embedding_scale: float
     virtual_scale: float | None
     ffn_size: int
+    head_bias: bool
     head_dim: int
     latent: LatentConfig
+    layer_ropes: tuple[RopeConfig, ...]
+    out_norm_scale: float
+    output_gate: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
