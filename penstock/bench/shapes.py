@@ -20,15 +20,17 @@ _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b",
     "gemma2-2b", "gemma3-1b", "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout", "qwen3-next",
     "granite4-h-micro", "granite4-h-tiny", "granite4-h-small", "nemotron-h-8b", "nemotron3-nano-30b",
-    "codestral-mamba-7b", "lfm2-1.2b", "lfm2-8b-a1b",
+    "codestral-mamba-7b", "lfm2-1.2b", "lfm2-8b-a1b", "deepseek-v3.2",
 )  # fmt: skip
-_LAYERS = {"llama4-scout": 16, "qwen3-next": 24}
+_LAYERS = {"llama4-scout": 16, "qwen3-next": 24, "deepseek-v3.2": 6}
 """Where not all fit into one GPU."""
 
 
 def _whole(name: str) -> dict[str, Any]:
     """A known model's dimensions, and what an engine wants to know beside them."""
     known = known_config(name)
+    if (known.get("quantization_config") or {}).get("quant_method") == "fp8":
+        del known["quantization_config"]  # random weights are those of `torch_dtype`, and quantized as asked for
     described = family_of(known["model_type"])
     usual = {"hidden_act": described.hidden_act, "attention_bias": False, "mlp_bias": False}
     keys = reference_of(known["model_type"])

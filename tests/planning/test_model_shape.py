@@ -208,6 +208,8 @@ def test_experts_that_a_batch_visits() -> None:
 def test_shapes_of_the_benchmarks_are_known_models() -> None:
     for name, config in bench_shapes.SHAPES.items():
         known = with_layers(known_config(name), config["num_hidden_layers"])  # some have fewer layers
+        if "quantization_config" not in config:  # random weights are not stored in FP8
+            known.pop("quantization_config", None)
         assert shape_of_config(config, name) == shape_of_config(known, name)
 
 

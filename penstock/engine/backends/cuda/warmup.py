@@ -175,6 +175,12 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
     for prompts in ([17], [limits.budget - 1], [20] * 4, *sizes):
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
+    most = decoder.captured_context
+    if most is not None and limits.max_context > most:
+        for decodes in buckets_up_to(limits.max_rows):
+            _forward(decoder, kv, tables, limits, decodes, [], longest=limits.max_context)
+        for decodes in (0, 1):
+            _forward(decoder, kv, tables, limits, decodes, [17], longest=limits.max_context)
     mixer, cache = decoder.layers[0].mixer, kv.layers[0]
     if not isinstance(mixer, Attention):
         for decodes in buckets_up_to(limits.max_rows):
@@ -192,9 +198,17 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
 
 
 def _forward(
-    decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits, decodes: int, prompts: list[int]
+    decoder: Decoder,
+    kv: KVCache,
+    tables: Tensor,
+    limits: StepLimits,
+    decodes: int,
+    prompts: list[int],
+    longest: int | None = None,
 ) -> Tensor:
+    """`longest`: as if some context were so long."""
     batch = _batch(decodes, prompts, tables, limits)
+    batch.longest = longest
     return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
 
 
