@@ -297,6 +297,14 @@ def test_experts_in_another_form_than_the_configuration_says(tmp_path: Path) -> 
             make_engine(stored)
 
 
+def test_a_table_that_names_experts_that_are_not_there(tmp_path: Path) -> None:
+    stored = load_file((write_checkpoint("deepseek-v4", tmp_path)) / "model.safetensors")
+    stored["model.layers.1.ffn.gate.tid2eid"][7, 1] = 8
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="names experts from 0 to 8 of 8"):
+        make_engine(tmp_path)
+
+
 @slow
 def test_a_checkpoint_under_the_names_that_transformers_uses_in_memory(folder: Path, tmp_path: Path) -> None:
     """Experts are stacks then."""
