@@ -94,6 +94,7 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="qianfan_ocr", decoder="qwen3"),
         Wrapper(model_type="aya_vision", decoder="cohere2"),
         Wrapper(model_type="cohere2_vision", decoder="cohere2"),
+        Wrapper(model_type="hyperclovax_vision_v2", decoder="hyperclovax", own_head=False),
         Wrapper(model_type="lfm2_vl", decoder="lfm2", tied_key="tie_embedding"),
         Wrapper(model_type="exaone4_5", decoder="exaone4", renamed={"exaone4_5_text": "exaone4"}),
         Wrapper(
