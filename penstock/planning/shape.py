@@ -222,6 +222,11 @@ class ModelShape:
     sandwich_norms: bool = False
     one_norm: bool = False
     """Of a layer whose attention and feed-forward read the same."""
+    expert_norm: bool = False
+    """Whether there is a norm behind experts alone."""
+    norm_parts: int = 1
+    """Numbers that a norm of the residual stream has for each dimension: gains, biases."""
+    head_bias: bool = False
     sinks: bool = False
     """A learned attention sink per head."""
     gated_attention: bool = False
@@ -236,6 +241,8 @@ class ModelShape:
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
     """Whether dense feed-forwards have a gate, where layers have both parts."""
+    activation_numbers: int = 0
+    """Learned ones, of a dense feed-forward's activation."""
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -269,7 +276,7 @@ class ModelShape:
             biases = self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(0, 0, 0, 2 * hidden * self.ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
-        small = hidden * norms + (self.heads if self.sinks else 0)
+        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0)
         mla = self.mla
         if mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim
@@ -324,8 +331,11 @@ class ModelShape:
         if moe is None or not routed:
             matrices = 3 if self.gate else 2
             small += (matrices - 1) * self.ffn + hidden if self.mlp_bias else 0
+            small += self.activation_numbers
             return LayerParts(query_output, key_value, latent, matrices * hidden * self.ffn, 0, 0, small)
         ups = 2 if moe.gate else 1
+        if self.expert_norm:
+            small += hidden
         if moe.bias:
             small += moe.experts * (ups * moe.ffn + hidden)
         if self.mlp_bias and moe.shared_ffn:
@@ -380,8 +390,9 @@ class ModelShape:
         """Of the whole model; a tied head is not counted twice."""
         layers = sum(part.total * count for part, count in self.layer_groups())
         head = 0 if self.tied_embeddings else self.head_parameters
+        small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
         streams = 0 if self.compression is None else self.compression.head(self.hidden)
-        return self.embedding_parameters + layers + self.hidden + head + streams
+        return self.embedding_parameters + layers + small + head + streams
 
     @property
     def active_parameters(self) -> int:

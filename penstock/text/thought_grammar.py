@@ -12,9 +12,9 @@ from penstock.text.thought_styles import ThoughtStyle
 
 def behind_thought(answer: Grammar, style: ThoughtStyle, *, begun: bool) -> Grammar:
     """Any thought, then `answer`. `begun`: the prompt has begun the thought; otherwise there may be none."""
-    behind = "thought SPACE? @answer"
+    behind = "thought SPACE? @said"
     if style.answer_begin:
-        behind = f"thought SPACE? ({literal(style.answer_begin)} SPACE?)? @answer"
+        behind = f"thought SPACE? ({literal(style.answer_begin)} SPACE?)? @said"
     rules = [
         "ANYTHING: /(?s:.*)/",
         r"SPACE: /[ \t\n]{1,8}/",
@@ -23,8 +23,8 @@ def behind_thought(answer: Grammar, style: ThoughtStyle, *, begun: bool) -> Gram
         f"start: {behind}",
     ]
     if not begun:
-        rules[-1] = f"start: BEGIN {behind} | @answer"
+        rules[-1] = f"start: BEGIN {behind} | @said"
         rules.append(f"BEGIN: {' | '.join(map(literal, style.begin))}")
     top: Part = {"name": "thinking", "lark_grammar": "\n".join(rules)}
     start = None if answer.json_start is None else style.end[0]
-    return Grammar((top, *answer.named("answer").parts), start, answer.unenforced)
+    return Grammar((top, *answer.named("said").parts), start, answer.unenforced)

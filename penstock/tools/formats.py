@@ -19,7 +19,7 @@ from penstock.tools.xml_calls import DSML_TAGS, FUNCTION_TAGS, INVOKE_TAGS, Tags
 
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
-    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
     "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4", "solar_open",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
@@ -157,6 +157,16 @@ FORMATS: dict[FormatName, ToolFormat] = {
             between="\n",
             tags=DSML_TAGS,
         ),
+        ToolFormat(
+            "deepseek_v4",
+            "<｜DSML｜tool_calls>",
+            "</｜DSML｜tool_calls>",
+            lead="\n\n",
+            before="\n",
+            after="\n",
+            between="\n",
+            tags=DSML_TAGS,
+        ),
         ToolFormat("solar_open", "<|tool_calls|>", "<|calls|>", between="", marks=SOLAR_OPEN),
         ToolFormat("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", between="", marks=KIMI_K2),
         ToolFormat(
@@ -192,8 +202,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["lfm2"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
-    if "｜DSML｜" in template and "function_calls" in template:
-        return FORMATS["deepseek_v32"]
+    if "｜DSML｜" in template and ("function_calls" in template or "tool_calls>" in template):
+        return FORMATS["deepseek_v32" if "function_calls" in template else "deepseek_v4"]
     if "<｜tool▁calls▁begin｜>" in template:
         return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
     if any(

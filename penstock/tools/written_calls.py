@@ -30,10 +30,15 @@ from penstock.tools.scanner import CallScanner, Malformed, overlap
 
 _LONGEST = 262_144
 """Characters of calls in Python: reading them takes a multiple of their memory."""
-_HEAD = re.compile(r"\s*\[\s*([A-Za-z_][\w.]*)\s*\(")
-_BEGUN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
-_HEAD_OF_LINES = re.compile(r"\s*\[?\s*([A-Za-z_][\w.]*)\s*\(")
-_BEGUN_LINES = re.compile(r"\s*\[?\s*([A-Za-z_][\w.]*\s*)?")
+_HEAD = re.compile(r"\s*\[\s*([\w.-]{1,128})\s*\(")
+_BEGUN = re.compile(r"\s*(\[\s*([\w.-]{1,128}\s*)?)?")
+_HEAD_OF_LINES = re.compile(r"\s*\[?\s*([\w.-]{1,128})\s*\(")
+_BEGUN_LINES = re.compile(r"\s*\[?\s*([\w.-]{1,128}\s*)?")
+_CALL = re.compile(r"[\s,;]*([\w.-]{1,128})\s*\(\s*")
+_KEYWORD = re.compile(r"([^\s\"'()\[\]{},=]{1,128})\s*=(?!=)")
+_NEXT = re.compile(r"\s*,?\s*")
+_REST = re.compile(r"[\s,;]*")
+_PARTS = re.compile(r"[\"'\[\](){},]")
 _MARKS = re.compile(r"[\"'\[\](){}]")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _WORDS = {"true": True, "false": False, "null": None}
@@ -193,6 +198,12 @@ class TagScanner(_Scanner):
 
 
 def _python_calls(text: str, *, lines: bool) -> list[tuple[str, dict[str, Any]]] | None:
+    """The calls in a text, also those that are no Python because of their names: `get-weather(from="Rome")`."""
+    calls = _strict_calls(text, lines=lines)
+    return _loose_calls(text, lines=lines) if calls is None else calls
+
+
+def _strict_calls(text: str, *, lines: bool) -> list[tuple[str, dict[str, Any]]] | None:
     try:
         if lines and not text.lstrip().startswith("["):
             written = [each for line in ast.parse(text.strip()).body for each in _expressions(line)]
@@ -203,6 +214,59 @@ def _python_calls(text: str, *, lines: bool) -> list[tuple[str, dict[str, Any]]]
         return [(_python_name(call), _keywords(call)) for call in tree.elts]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _loose_calls(text: str, *, lines: bool) -> list[tuple[str, dict[str, Any]]] | None:
+    """Calls of any names with arguments of any names, whose values are Python."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    elif not lines:
+        return None
+    calls: list[tuple[str, dict[str, Any]]] = []
+    at = 0
+    try:
+        while (head := _CALL.match(text, at)) is not None:
+            arguments, at = {}, head.end()
+            while text[at : at + 1] != ")":
+                key = _KEYWORD.match(text, at)
+                if key is None:
+                    return None
+                end = _value_end(text, key.end())
+                value = text[key.end() : end].strip()
+                if not value or key[1] in arguments:
+                    return None
+                arguments[key[1]] = _literal(ast.parse(f"({value}\n)", mode="eval").body)
+                following = _NEXT.match(text, end)
+                assert following is not None
+                at = following.end()
+            json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+            calls.append((head[1], arguments))
+            at += 1
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    rest = _REST.match(text, at)
+    assert rest is not None
+    return calls if calls and rest.end() == len(text) else None
+
+
+def _value_end(text: str, at: int) -> int:
+    """Where the value of an argument ends: at a comma or the bracket of the call."""
+    nesting = 0
+    while (found := _PARTS.search(text, at)) is not None:
+        char, at = found[0], found.end()
+        if char in "\"'":
+            closing = re.compile(rf"(?:[^{char}\\]|\\.)*{char}", re.DOTALL).match(text, at)
+            if closing is None:
+                break
+            at = closing.end()
+        elif char in "[({":
+            nesting += 1
+        elif nesting and char != ",":
+            nesting -= 1
+        elif not nesting:
+            return found.start()
+    raise ValueError
 
 
 def _expressions(statement: ast.stmt) -> list[ast.expr]:

@@ -59,6 +59,14 @@ GEMMA: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
 }
 
+EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
 SCAN: dict[str, Any] = {"mamba_d_state": 8, "mamba_dt_rank": 4}
 RECURRENT: dict[str, Any] = {**NO_IDS, "vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 3}
 LINEAR = ["linear_attention", "full_attention"] * 2
@@ -164,6 +172,37 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "xglm": (
         "XGLMConfig",
         {**COMMON, "d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "pad_token_id": 1},
+    ),
+    "dbrx": (
+        "DbrxConfig",
+        {
+            **NO_IDS,
+            "vocab_size": 199,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 1024,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
+    "flint": ("FlintConfig", {**COMMON, **WINDOW, **EXPERTS}),
+    "kolibri1": (
+        "Kolibri1Config",
+        {key: value for key, value in {**COMMON, **WINDOW, **EXPERTS}.items() if key != "intermediate_size"},
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        {
+            **{key: value for key, value in LATENT.items() if key not in ("intermediate_size", "num_hidden_layers")},
+            "num_layers": 2,
+            "ffn_hidden_size": 96,
+            "n_routed_experts": 8,
+            "zero_expert_num": 4,
+            "moe_topk": 3,
+            "expert_ffn_hidden_size": 32,
+            "head_dim": 8,
+        },
     ),
     "jamba": (
         "JambaConfig",

@@ -21,6 +21,10 @@ VARIANTS = {
     "seed-oss-biased", "ernie4.5-biased", "ernie4.5-moe-some-dense",
     "hunyuan-biased", "glm4-moe-lite-some-dense", "exaone-moe-full", "dots1-window", "arcee-biased",
     "lfm2-biased", "lfm2-moe-plain",
+    "glm-unbiased", "stablelm-parallel", "starcoder2-unbiased", "olmo-biased", "phi-gqa", "helium-biased",
+    "hyperclovax-biased", "jais2-unbiased", "nemotron-biased", "apertus-biased", "hy-v3-some-dense", "youtu-halves",
+    "granite-swa-biased", "granite-moe-swa-shared", "afmoe-biased",
+    "stablelm-head-norms", "axk1-some-dense", "minicpm3-plain", "cohere2-moe-sigmoids",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {
@@ -28,7 +32,13 @@ COMBINED = {
     "arcee", "flex-olmo", "mellum", "ernie4.5-moe", "lfm2-moe", "granite-moe", "olmoe", "qwen2-moe", "nemotron-h",
 }  # fmt: skip
 """Families of parts that others have: in the slow suite too."""
-CASES = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS | COMBINED else name for name in FAMILIES]
+BRIEF = (
+    "glm", "stablelm", "starcoder2", "olmo", "phi", "helium", "hyperclovax", "jais2", "nemotron", "apertus", "hy-v3",
+    "youtu", "granite-swa", "granite-moe-swa", "afmoe", "axk1", "minicpm3", "cohere2-moe",
+)  # fmt: skip
+"""These too; in the quick one they are compared briefly."""
+SLOW = VARIANTS | COMBINED | {*BRIEF}
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -68,3 +78,11 @@ def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
         assert len(got[name]) == GROWTH and reference.agrees(prompt, got[name])
     assert tight.load_snapshot().preemptions > 0
     assert_idle(tight)
+
+
+@pytest.mark.parametrize("family", BRIEF)
+def test_alone(family: str, tmp_path: Path) -> None:
+    checkpoint, rng = write_checkpoint(family, tmp_path), random.Random(7)
+    prompt = [rng.randrange(199) for _ in range(130)]
+    tokens = generate(make_engine(checkpoint), greedy("a", prompt, 8))["a"]
+    assert len(tokens) == 8 and Reference(checkpoint).agrees(prompt, tokens)

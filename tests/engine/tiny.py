@@ -68,7 +68,7 @@ DEEPSEEK_V4: dict[str, Any] = {
     "compress_rates": {V4_MIXERS[0]: 4, V4_MIXERS[1]: 32},
     "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "intermediate_size": 24, "sliding_window": 24, "o_groups": 2, "o_lora_rank": 12,
-    "index_n_heads": 16, "index_head_dim": 12, "index_topk": 8, "swiglu_limit": 3.0,
+    "index_n_heads": 16, "index_head_dim": 12, "index_topk": 8, "swiglu_limit": 3.0, "hc_sinkhorn_iters": 4,
 }  # fmt: skip
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -141,6 +141,7 @@ MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 64, "llama_4
                    "mscale_all_dim": 1.0}  # fmt: skip
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+THREE_QUARTERS = {**HALF_ROPE, "partial_rotary_factor": 0.75}
 LLAMA4: dict[str, Any] = {"head_dim": 32, "intermediate_size_mlp": 112, "num_local_experts": 4, "attn_scale": 0.3}
 GLM_MOE: dict[str, Any] = {
     "head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 12, "num_experts_per_tok": 3,
@@ -167,6 +168,24 @@ DOTS1: dict[str, Any] = {
 }  # fmt: skip
 SOLAR: dict[str, Any] = {**CORRECTED, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 1}
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
+
+HY_V3: dict[str, Any] = {
+    "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "router_scaling_factor": 1.7,
+}  # fmt: skip
+AFMOE: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "sliding_window": 40,
+}  # fmt: skip
+YOUTU: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}  # fmt: skip
+AXK1: dict[str, Any] = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+COHERE_MOE: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "sliding_window": 40,
+    "sliding_window_pattern": 2, "logit_scale": 0.3,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {}),
@@ -407,6 +426,96 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "glm": ("GlmConfig", {"head_dim": 32, "attention_bias": True}),
+    "glm-unbiased": ("GlmConfig", {"head_dim": 16, "attention_bias": False, "rope_parameters": THREE_QUARTERS}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLmConfig", {"use_parallel_residual": True, "rope_parameters": HALF_ROPE}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
+    "starcoder2-unbiased": ("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": False}),
+    "olmo": ("OlmoConfig", {"clip_qkv": 1.5}),
+    "olmo-biased": ("OlmoConfig", {"attention_bias": True, "tie_word_embeddings": True}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+    "phi-gqa": ("PhiConfig", {"rope_parameters": THREE_QUARTERS}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "helium-biased": ("HeliumConfig", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("HyperCLOVAXConfig", {**GRANITE, "head_dim": 32}),
+    "hyperclovax-biased": ("HyperCLOVAXConfig", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.4}),
+    "jais2": ("Jais2Config", {}),
+    "jais2-unbiased": ("Jais2Config", {"attention_bias": False, "mlp_bias": False}),
+    "nemotron": ("NemotronConfig", {"head_dim": 32}),
+    "nemotron-biased": ("NemotronConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": HALF_ROPE}),
+    "apertus": ("ApertusConfig", {"head_dim": 16}),
+    "apertus-biased": ("ApertusConfig", {"attention_bias": True, "rope_parameters": LINEAR_ROPE}),
+    "hy-v3": ("HYV3Config", {**HY_V3, "num_shared_experts": 2}),
+    "hy-v3-some-dense": (
+        "HYV3Config",
+        {**HY_V3, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "mlp_bias": True},
+    ),
+    "youtu": ("YoutuConfig", YOUTU),
+    "youtu-halves": ("YoutuConfig", {**YOUTU, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True}),
+    "granite-swa": ("GraniteSWAConfig", {**GRANITE, "sliding_window": 40, "layer_rope_theta": [0, 500.0, 10000.0]}),
+    "granite-swa-biased": (
+        "GraniteSWAConfig",
+        {"sliding_window": 40, "attention_bias": True, "mlp_bias": True, "layer_types": TWO_IN_THREE},
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWAConfig",
+        {**GRANITE, "sliding_window": 40, "num_local_experts": 6, "layer_rope_theta": [500.0, 0, 10000.0]},
+    ),
+    "granite-moe-swa-shared": (
+        "GraniteMoeSWAConfig",
+        {"sliding_window": 40, "num_local_experts": 5, "shared_intermediate_size": 48, "attention_bias": True},
+    ),
+    "afmoe": ("AfmoeConfig", {**AFMOE, "mup_enabled": True, "route_scale": 1.7}),
+    "afmoe-biased": (
+        "AfmoeConfig",
+        {**AFMOE, "layer_types": [FULL, SLIDING, SLIDING, FULL], "num_dense_layers": 2, "attention_bias": True},
+    ),
+    "stablelm-head-norms": (
+        "StableLmConfig",
+        {"use_parallel_residual": True, "qk_layernorm": True, "layer_norm_eps": 1e-4},
+    ),
+    "axk1": ("AXK1Config", {**AXK1, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
+    "axk1-some-dense": (
+        "AXK1Config",
+        {
+            **AXK1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+    ),
+    "minicpm3": ("MiniCPM3Config", {**YOUTU, "dim_model_base": 16, "scale_emb": 3}),
+    "minicpm3-plain": (
+        "MiniCPM3Config",
+        {
+            **YOUTU,
+            "q_lora_rank": None,
+            "v_head_dim": None,
+            "scale_depth": None,
+            "dim_model_base": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "cohere2-moe": (
+        "Cohere2MoeConfig",
+        {**COHERE_MOE, "num_shared_experts": 1, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 80},
+    ),
+    "cohere2-moe-sigmoids": (
+        "Cohere2MoeConfig",
+        {
+            **COHERE_MOE,
+            "expert_selection_fn": "sigmoid",
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+            "rms_norm_eps": 1e-4,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "attention_bias": True,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -458,7 +567,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(0, 2)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
-            elif key.endswith((".A_log", ".D")):
+            elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
             elif key.endswith(("_hc.base", "hc_head.hc_base")):
                 parameter.normal_(0, 0.5)

@@ -30,6 +30,8 @@ from penstock.engine.backends.cuda.kernels.addends import (
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.norm import rms_norm_fp8
 from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import Clip, Pointwise, Xielu
+from penstock.engine.backends.reference.ops import ReferenceOps
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ops = TritonOps(DEVICE)
@@ -128,6 +130,29 @@ def test_silu_mul() -> None:
                 with poisoned_outputs():
                     got = ops.silu_mul(gate_up)
                 check(f"silu_mul {dtype} {n}x{ffn}", got, silu64(gate_up))
+
+
+def pointwise64(x: Tensor, function: Pointwise) -> Tensor:
+    return ReferenceOps().pointwise(x.double(), function).double()
+
+
+def test_pointwise() -> None:
+    """In place, and with what adapters add."""
+    functions: tuple[Pointwise, ...] = (
+        "relu2", "plain_gelu", "plain_gelu_tanh", Clip(0.7), Xielu(0.9, 1.4, 0.4, -1e-3),
+    )  # fmt: skip
+    for dtype in DTYPES:
+        for width in [96] if QUICK else [96, 1536, 14336, rng.randrange(8, 3000)]:
+            for function in functions:
+                n = tokens()
+                x, delta = rand(n, width, dtype=dtype, scale=3), rand(n, width, dtype=dtype)
+                ranks = torch.tensor([8 * (row % 2) for row in range(n)], dtype=torch.int32, device=DEVICE)
+                both = x.double() + torch.where(ranks[:, None] > 0, delta, 0.0).double()
+                got = ops.pointwise(x.clone(), function)
+                adapted = ops.pointwise(Addends(x.clone(), delta, ranks), function)
+                if MODE != "compile":
+                    check(f"{function} {dtype} {n}x{width}", got, pointwise64(x, function))
+                    check(f"{function} with adapters {dtype} {n}x{width}", adapted, pointwise64(both, function))
 
 
 def check_fp8(name: str, quantized: tuple[Tensor, Tensor], want: Tensor) -> None:

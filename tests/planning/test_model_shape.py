@@ -31,7 +31,10 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
+OVER_LATENTS = (
+    "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "minicpm3",
+    "youtu",
+)  # fmt: skip
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
@@ -89,6 +92,11 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("deepseek_v32", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
         of("glm_moe_dsa", **LATENT, **INDEX, n_group=1, topk_group=1, indexer_types=["full", "full", "shared"]),
         of("glm4_moe_lite", **LATENT, q_lora_rank=24),
+        of("axk1", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
+        of("minicpm3", **LATENT, q_lora_rank=24, mlp_bias=True),
+        of("youtu", **LATENT, q_lora_rank=None, attention_bias=True),
+        of("stablelm", use_parallel_residual=True, qk_layernorm=True),
+        of("cohere2_moe", num_shared_experts=2, first_k_dense_replace=1, prefix_dense_intermediate_size=48),
         {**of("deepseek_v4"), **V4},
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),

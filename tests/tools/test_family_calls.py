@@ -26,7 +26,8 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = (Tool("get_weather", parameters=SCHEMA), Tool("now"), Tool("db.find"), Tool("function"))
 NEW: tuple[FormatName, ...] = (
-    "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "solar_open", "qwen3_coder", "seed_oss", "minimax_m2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "solar_open", "qwen3_coder", "seed_oss",
+    "minimax_m2",
 )  # fmt: skip
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -154,6 +155,8 @@ CASES: list[tuple[FormatName, str, str, Calls]] = [
      [("now", {})]),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{} x {}<｜tool▁calls▁end｜> y", " y",
      [("now", {})]),
+    ("deepseek_v4", DSML_JSON.replace("function_calls>", "tool_calls>"), " Done.",
+     [("db.find", {"q": {"a": [1, "</｜DSML｜invoke>"]}}), ("now", {})]),
     ("deepseek_v32", DSML_JSON, " Done.", [("db.find", {"q": {"a": [1, "</｜DSML｜invoke>"]}}), ("now", {})]),
     ("deepseek_v32", DSML_BAD_JSON, "", [("get_weather", {"days": "three", "exact": True, "city": "Rome"})]),
     ("deepseek_v32", DSML, "Let me look.",
@@ -237,6 +240,7 @@ def test_only_what_a_grammar_holds_is_a_call_where_there_is_one(name: FormatName
     bare = {
         "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
         "deepseek_v32": '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
+        "deepseek_v4": '<｜DSML｜invoke name="now"></｜DSML｜invoke>',
         "solar_open": "<|tool_call:begin|>a<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
         "minimax_m2": '<invoke name="now"></invoke>',
     }.get(name, "<function=now></function>" if form.tags else "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}")

@@ -15,6 +15,8 @@ from penstock.engine.grammar.guidance import GuidanceCompiler
 from penstock.engine.grammar.interface import words_for
 from penstock.text import TextModel, grammars, load_text
 from penstock.text.grammars import Grammar
+from penstock.text.thought_grammar import behind_thought
+from penstock.text.thought_styles import STYLES
 from penstock.text.vocabulary import vocabulary
 from penstock.tools.events import Parsed, gather
 from penstock.tools.formats import FORMATS, FormatName
@@ -87,7 +89,7 @@ def parsed(box: Toolbox, message: str) -> Parsed:
     return gather(parser.push(message) + parser.flush())
 
 
-LIKE_OTHERS = ("hunyuan", "nemotron", "functools", "olmo3", "xlam", "solar_open")
+LIKE_OTHERS = ("deepseek_v4", "hunyuan", "nemotron", "functools", "olmo3", "xlam", "solar_open")
 """Formats whose calls under a grammar differ from others in their marks only."""
 
 
@@ -206,6 +208,17 @@ def test_an_answer_in_a_format_or_a_call(compiler: GuidanceCompiler, text: TextM
 
     assert allowed("yes") and allowed('n"o') and allowed(call("smollm2", '{"city": "Rome"}'))
     assert not allowed("maybe") and not allowed(call("smollm2", '{"city": 1}'))
+
+
+def test_an_answer_in_a_format_or_a_call_behind_a_thought(compiler: GuidanceCompiler, text: TextModel) -> None:
+    whole = toolbox("smollm2", text).grammar(grammars.choice(["yes"]))
+    grammar = behind_thought(whole, STYLES["think"], begun=True)
+
+    def allowed(words: str) -> bool:
+        return Walk(compiler, text, grammar).takes(words)
+
+    assert allowed("Hm.</think>\nyes") and allowed("Hm.</think>" + call("smollm2", '{"city": "Rome"}'))
+    assert not allowed("Hm.</think>\nmaybe") and not allowed("Hm.</think>" + call("smollm2", '{"city": 1}'))
 
 
 @pytest.mark.parametrize("use", ["auto", "required"])

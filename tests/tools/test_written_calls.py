@@ -16,7 +16,7 @@ WEATHER = Tool(
     "get_weather",
     parameters={"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
 )
-TOOLS = (WEATHER, Tool("now"), Tool("db.find"))
+TOOLS = (WEATHER, Tool("now"), Tool("db.find"), Tool("2-way"))
 
 
 def parse(name: FormatName, text: str, size: int = 0) -> Parsed:
@@ -63,6 +63,15 @@ CASES: list[tuple[FormatName, str, str, list[tuple[str, dict[str, object]]]]] = 
         ],
     ),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", {})]),
+    ("pythonic", """[2-way(from="a), (", class=['x', (1, 2)], my-key={'k': ","},), now()]""", "",
+     [("2-way", {"from": "a), (", "class": ["x", [1, 2]], "my-key": {"k": ","}}), ("now", {})]),
+    ("olmo3", '<function_calls>2-way()\nnow(in=1,\n from="</function_calls>")\n</function_calls>', "",
+     [("2-way", {}), ("now", {"in": 1, "from": "</function_calls>"})]),
+    ("lfm2", '<|tool_call_start|>[2-way(is=True), 2-way(a= )]<|tool_call_end|>',
+     '<|tool_call_start|>[2-way(is=True), 2-way(a= )]<|tool_call_end|>', []),
+    ("pythonic", "[2-way(from=f(x))]", "[2-way(from=f(x))]", []),
+    ("pythonic", "[2-way(from=1) + now()]", "[2-way(from=1) + now()]", []),
+    ("pythonic", "[2-way(from=1, from=2)]", "[2-way(from=1, from=2)]", []),
     ("pythonic", 'Sure.\n<|python_start|>{"name": "now", "parameters": {}}<|python_end|>', "Sure.", [("now", {})]),
     ("pythonic", '{"name": "get_weather", "parameters": {"city": "Rome"}}', "", [("get_weather", {"city": "Rome"})]),
     ("pythonic", "[1] says no", "[1] says no", []),
@@ -179,7 +188,14 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("formatted as functools[{...}]").name == "functools"
     assert detect('in a single JSON array: [{"name": "tool_call_name", ...').name == "xlam"
     assert detect("<|system|>\n# \u53ef\u7528\u5de5\u5177").name == "glm4"
-    assert detect("<\uff5cDSML\uff5ctool_calls>").name != "deepseek_v32"
+    assert detect("<\uff5cDSML\uff5ctool_calls>").name == "deepseek_v4"
+    assert (
+        detect("{% set d = '\uff5cDSML\uff5c' %}{{ '<' ~ d ~ 'function_calls>' }} {{ m.tool_calls }}").name
+        == "deepseek_v32"
+    )
+    assert (
+        detect("{% set d = '\uff5cDSML\uff5c' %}{{ '<' ~ d ~ 'tool_calls>' }} {{ m.tool_calls }}").name == "deepseek_v4"
+    )
 
 
 def test_a_huge_or_deep_list_is_text() -> None:

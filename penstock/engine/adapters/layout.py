@@ -301,6 +301,9 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, fused, of_attention=True, layers=attended),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True, layers=attended),
     )
+    if config.output_gate:
+        gate = Site("output_gate", (names.attention + names.output_gate,), (q_size,), hidden, of_attention=True)
+        return *attention, gate
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
     if (short := config.short_conv) is not None:

@@ -18,19 +18,21 @@ from torch import Tensor
 
 from penstock.engine.adapters.tiles import grouped
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.families import TensorNames, family_of
+from penstock.engine.models.families import family_of
 from penstock.engine.models.layers.absent import NoMixer
 from penstock.engine.models.layers.forwarder import Forwarder
 from penstock.engine.models.layers.side_by_side import SideBySide
+from penstock.engine.models.model_config import ModelConfig
 
 Norm = tuple[int | None, str]
 """A layer, counted in this process's part of the model, and the module in it; None: the one behind all layers."""
 _IN_LAYER = ("mixer_norm", "feed_forward_norm", "mixer_out_norm", "feed_forward_out_norm")
 
 
-def norms_in_layer(names: TensorNames) -> frozenset[str]:
-    """What a family calls the norms of a layer."""
-    return frozenset(getattr(names, attribute) for attribute in _IN_LAYER) - {""}
+def norms_in_layer(config: ModelConfig) -> frozenset[str]:
+    """What a model calls the norms of a layer that adapters may replace: those whose gains are as stored."""
+    names, stored = family_of(config.family).names, _IN_LAYER if config.out_norm_scale == 1.0 else _IN_LAYER[:2]
+    return frozenset(getattr(names, attribute) for attribute in stored) - {""}
 
 
 def norms_of(decoder: Decoder) -> list[tuple[Norm, Tensor]]:

@@ -16,16 +16,38 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True, slots=True)
+class Xielu:
+    """Of Apertus, with two learned numbers a layer: x (beta + positive x) for x > 0, else beta x + negative (exp(x) - 1
+    - x), in which the exponent is at most `eps`."""
+
+    positive: float = 0.8
+    negative: float = 1.3
+    beta: float = 0.5
+    eps: float = -1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Numbers beyond +-`limit` become that."""
+
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClampedSilu:
     """The gate of DeepSeek V4: silu(gate) * up, where the gate is at most `limit` and `up` within +-`limit`."""
 
     limit: float
 
 
-Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu | ClampedSilu
-"""Of the gate; gelu in its tanh form. With `relu2`, the square of a ReLU, there is no gate."""
+Ungated = Literal["relu2", "plain_gelu", "plain_gelu_tanh"] | Xielu
+"""Of feed-forwards without a gate: the square of a ReLU, gelu, gelu in its tanh form."""
+Pointwise = Ungated | Clip
+"""What is done to every number by itself."""
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu | ClampedSilu | Ungated
+"""Of the gate (gelu in its tanh form), or of feed-forwards that have none."""
 
 
 def has_gate(activation: Activation) -> bool:
     """Whether a feed-forward multiplies what its up matrix gives by the activated output of another."""
-    return activation != "relu2"
+    return activation not in ("relu2", "plain_gelu", "plain_gelu_tanh") and not isinstance(activation, Xielu)

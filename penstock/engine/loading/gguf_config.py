@@ -87,7 +87,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": family.hidden_act,
         "attention_bias": _stores(file, ".attn_q.bias"),
+        "fused_bias": _stores(file, ".attn_qkv.bias"),
         "conv_bias": _stores(file, ".shortconv.in_proj.bias"),
+        "feed_forward_norm": _stores(file, ".ffn_norm.weight"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
     if _stores(file, ".ffn_down.bias") or _stores(file, ".ffn_down_shexp.bias"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
-from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.feed_forward import FusedFeedForward, SummedByNorm
 from penstock.engine.models.layers.linear import InlineLinear, Linear, shaped
@@ -22,11 +22,6 @@ from penstock.engine.models.llama import LLAMA_LIKE
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
-
-_PREFIXES = ("", "model.", "language_model.model.", "model.language_model.")
-"""Of the decoder's tensor names where they have not the family's own: of a model without head, as the reference calls
-its own, of multimodal models."""
-_HEADS = ("lm_head", "language_model.lm_head")
 
 
 def build_decoder(
@@ -89,7 +84,7 @@ def compose_decoder(
     ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
     head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
     head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
-    final_norm = read.norm(f"{prefix}{family.names.final_norm}", hidden)
+    final_norm, final_norm_bias = read.layer_norm(prefix, family.names.final_norm, hidden, config.norm_bias)
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:
         fused = min(fused_up_to, most_fused(config, layers))
@@ -101,6 +96,7 @@ def compose_decoder(
             # Where other processes have parts of the model, sums over these may stand before the norm.
             layers=[_leaving_sums(layer) for layer in layers] if fused and alone else layers,
             final_norm=final_norm,
+            final_norm_bias=final_norm_bias,
             head=head,
             max_positions=max_positions,
             fused_up_to=fused,
@@ -153,23 +149,17 @@ def _leaving_sums(layer: DecoderLayer) -> DecoderLayer:
     return dataclasses.replace(layer, feed_forward=feed_forward.leaving_sums())
 
 
-def prefix_of(stored: Collection[str], names: TensorNames) -> str:
-    """What the names of the decoder's tensors begin with."""
-    known = (names.prefix, *_PREFIXES)
-    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in stored), names.prefix)
-
-
 def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
     """The matrix of logits, or `rows` of it. A stored head is used, whatever tie_word_embeddings says."""
-    heads = [name for name in _HEADS if f"{name}.weight" in read.names]
+    heads = [name for name in HEADS if f"{name}.weight" in read.names]
     if not heads and not config.tied_embeddings:
         raise CheckpointError(
-            f"the checkpoint has no {_HEADS[0]}.weight, and tie_word_embeddings is false; "
+            f"the checkpoint has no {HEADS[0]}.weight, and tie_word_embeddings is false; "
             f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
         )
     names = family_of(config.family).names
     tied = f"{prefix_of(read.names, names)}{names.embedding}"
-    return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size)
+    return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size, config.head_bias)
 
 
 def compose_one(

@@ -36,6 +36,9 @@ class DecoderLayer:
     mixer_out_norm: Tensor | None = None
     feed_forward_out_norm: Tensor | None = None
     """With sandwich norms: the output of mixer and feed-forward is normalized before it is added."""
+    mixer_norm_bias: Tensor | None = None
+    feed_forward_norm_bias: Tensor | None = None
+    """Of LayerNorms that have some."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -71,6 +74,7 @@ class Decoder(ABC):
     fused_up_to: int = 0
     """Steps of at most this many tokens take the fused path; 0 where some part of a layer has none."""
     embedded: EmbeddedTokens | None = None
+    final_norm_bias: Tensor | None = None
     chains: bool = False
     """Whether steps of one token may be computed in launches that need the device for themselves; see `Ops.chain`."""
 

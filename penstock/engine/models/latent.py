@@ -23,11 +23,15 @@ INDEX_NORM, INDEX_WEIGHTS, _INDEX_EPS = "k_norm", "weights_proj", 1e-6
 
 def compose_layer(context: LayerContext) -> DecoderLayer:
     read, names, prefix, hidden = context.read, context.names, context.prefix, context.config.hidden_size
+    moe, behind = context.config.moe, None
+    if names.feed_forward_out_norm and moe is not None and moe.layers[context.index]:
+        behind = read.norm(prefix + names.feed_forward_out_norm, hidden)
     return DecoderLayer(
         mixer_norm=read.norm(prefix + names.mixer_norm, hidden),
         mixer=compose_attention(context),
         feed_forward_norm=read.norm(prefix + names.feed_forward_norm, hidden),
         feed_forward=compose_feed_forward(context),
+        feed_forward_out_norm=behind,
     )
 
 

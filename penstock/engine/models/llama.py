@@ -6,14 +6,17 @@ The residual stream is one tensor updated in place; the residual addition and th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, Clip, HeadLayout, Xielu
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -29,8 +32,11 @@ from penstock.engine.models.layers.experts import (
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
+from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.weights import WeightReader
+from penstock.errors import CheckpointError
 
 HASHED = "gate.tid2eid"
 """Of a block of experts, where token ids say which are visited."""
@@ -97,13 +103,17 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
     def norm(name: str) -> Tensor | None:
         return read.norm(prefix + name, hidden) if name else None
 
+    def out_norm(name: str) -> Tensor | None:
+        gains, scale = norm(name), context.config.out_norm_scale
+        return gains if gains is None or scale == 1.0 else gains * scale
+
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm),
-        feed_forward_out_norm=norm(names.feed_forward_out_norm),
+        mixer_out_norm=out_norm(names.mixer_out_norm),
+        feed_forward_out_norm=out_norm(names.feed_forward_out_norm),
     )
 
 
@@ -122,7 +132,10 @@ def compose_attention(context: LayerContext) -> Attention:
         growth = None
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     q_norm, k_norm = (prefix + name for name in names.head_norms)
-    return Attention(
+    make: Callable[..., Attention] = Attention
+    if config.output_gate:
+        make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+    return make(
         ops=context.inner,
         attention_ops=read.backend.ops,
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
@@ -146,6 +159,7 @@ def compose_attention(context: LayerContext) -> Attention:
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
+        clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
@@ -167,10 +181,13 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
         fused: str = names.fused_gate_up,
         outer: int = hidden,
     ) -> GatedMlp:
-        parts = dict.fromkeys(gate_up if has_gate(config.activation) else gate_up[1:], ffn)
+        activation = config.activation
+        if isinstance(activation, Xielu):
+            activation = _xielu(read, f"{prefix}act_fn.", activation)
+        parts = dict.fromkeys(gate_up if has_gate(activation) else gate_up[1:], ffn)
         return GatedMlp(
             ops=ops,
-            activation=config.activation,
+            activation=activation,
             gate_up=read.linear(prefix, parts, outer, bias, fused),
             down=read.linear(prefix, {down: outer}, ffn, bias),
         )
@@ -197,7 +214,7 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
         sqrt_softplus=backend.ops.sqrt_softplus,
-        table=read.get(f"{block}{HASHED}", config.vocab_size, moe.top_k, dtype=torch.int64) if hashed else None,
+        table=_expert_table(read, f"{block}{HASHED}", config.vocab_size, moe) if hashed else None,
         tokens=tokens or StepTokens(),
     )
     table = moe.placement[context.index] if moe.placement else None
@@ -225,11 +242,35 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
     if not moe.shared_ffn_size:
         return routed
     at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
+    shared = gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops)
+    if moe.shared_scale != 1.0:
+        shared = ScaledMlp(shared.ops, shared.activation, shared.gate_up, shared.down, 1.0, moe.shared_scale)
     return backend.with_shared(
         routed=routed,
-        shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
+        shared=shared,
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
     )
+
+
+def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:
+    """With a layer's own numbers, in the precision in which they are stored."""
+    positive, negative = (softplus(read.number(f"{at}alpha_{sign}", 1)) for sign in "pn")
+    beta, eps = (
+        read.number(at + name) if read.stores(at + name) else number
+        for name, number in (("beta", usual.beta), ("eps", usual.eps))
+    )
+    return Xielu(positive, beta + negative, beta, eps)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def _expert_table(read: WeightReader, name: str, vocab: int, moe: MoeConfig) -> Tensor:
+    table = read.get(name, vocab, moe.top_k, dtype=torch.int64)
+    if not table.is_meta and not 0 <= int(table.min()) <= int(table.max()) < moe.experts:
+        raise CheckpointError(f"{name!r} names experts from {int(table.min())} to {int(table.max())} of {moe.experts}")
+    return table
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

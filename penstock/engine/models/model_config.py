@@ -58,6 +58,8 @@ class MoeConfig:
     """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
+    shared_scale: float = 1.0
+    """Factor of what that expert gives."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
     hashed: tuple[bool, ...] = ()
@@ -263,6 +265,8 @@ class ModelConfig:
     """Sliding window of each layer; None where a layer sees everything."""
     chunked: bool = False
     """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    """Rotary embedding of each layer, where they have their own."""
     unrotated: tuple[bool, ...] = ()
     """Which layers have no rotary embedding; empty: none."""
     query_growth: QueryGrowth | None = None
@@ -294,8 +298,12 @@ class ModelConfig:
     """The one part that each layer has; empty: every layer has both."""
     gated_attention: bool = False
     """Whether the query projection also gives a gate for each head's output."""
+    output_gate: bool = False
+    """Whether a matrix of its own gives such a gate."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
+    out_norm_scale: float = 1.0
+    """Factor of what these give."""
     norm_offset: float = 0.0
     """Added to norm weights when they are read."""
     embedding_scale: float = 1.0
@@ -315,9 +323,24 @@ class ModelConfig:
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
-    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
+    """Whether attention and feed-forward of a layer read the same stream, and both are added to it."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
+
+    layer_norms: bool = False
+    """Whether what normalizes the residual stream are LayerNorms."""
+    norm_bias: bool = False
+    """Whether these have biases."""
+    own_norms: bool = False
+    """With `parallel`: whether the feed-forward has a norm of its own."""
+    head_bias: bool = False
+    clip_qkv: float | None = None
+    """Queries, keys and values lie within +- this."""
+
+    @property
+    def one_norm(self) -> bool:
+        """Whether a layer has one norm before both its parts."""
+        return self.parallel and not self.own_norms
 
     @property
     def rotary_dim(self) -> int:
@@ -327,6 +350,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
+        if self.layer_ropes:
+            return self.layer_ropes
         if self.compression is not None:
             return tuple(self.rope if rate else self.local_rope or self.rope for rate in self.compression.rates)
         ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
@@ -349,4 +374,5 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        return not self.parallel and not self.only and not self.sandwich_norms and not indexed and self.streams is None
+        outside = self.parallel or self.layer_norms or self.output_gate or self.streams is not None
+        return not outside and not self.only and not self.sandwich_norms and not indexed

@@ -87,6 +87,10 @@ class WeightReader:
         one_row = name in self.names and self.weights.tensor(name).ndim == 2
         return self.get(name, *((1, size) if one_row else (size,)), dtype=dtype).view(size)
 
+    def number(self, name: str, *shape: int) -> float:
+        """One number, on the host."""
+        return float(self.get(name, *shape, dtype=torch.float32))
+
     def touch(self, prefix: str) -> None:
         """Read tensors and forget them, so that they are in memory when they are wanted."""
         for name in self.names:
@@ -106,6 +110,12 @@ class WeightReader:
         if not self._norm_offset:
             return self.get(f"{name}.weight", *shape)
         return self.get(f"{name}.weight", *shape, dtype=torch.float32) + self._norm_offset
+
+    def layer_norm(self, at: str, name: str, size: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Gains and biases of a norm `at + name`; without a name it has no weights."""
+        if not name:
+            return self.ones(size), None
+        return self.norm(at + name, size), self.get(f"{at}{name}.bias", size) if bias else None
 
     def unshifted(self, name: str, size: int) -> Tensor:
         """Norm weights that are stored as they are also where others have an offset; float32."""

@@ -57,9 +57,10 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
     hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
     parts = 2 if has_gate(model.activation) else 1
-    inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
+    inputs = {"qkv": hidden, "output": q, "output_gate": hidden, "gate_up": hidden, "down": width}
     outputs: dict[str, tuple[Rows, ...]] = {
-        "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width,) * parts, "down": (hidden,),
+        "qkv": (q_rows, kv, kv), "output": (hidden,), "output_gate": (q,),
+        "gate_up": (width,) * parts, "down": (hidden,),
     }  # fmt: skip
     moe = model.moe
     if moe is not None:

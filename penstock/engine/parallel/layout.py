@@ -210,6 +210,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_layers=last - first,
         windows=model.windows[first:last],
         unrotated=model.unrotated[first:last],
+        layer_ropes=model.layer_ropes[first:last],
         latent=latent,
         moe=moe,
         delta=delta,

@@ -22,9 +22,10 @@ from torch import Tensor
 from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import compose_one, prefix_of
+from penstock.engine.models.build import compose_one
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
+from penstock.engine.models.families.tensor_names import prefix_of
 from penstock.engine.models.latent import INDEX_KEYS, INDEXER
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
@@ -167,6 +168,7 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         num_layers=1,
         windows=(None,),
         unrotated=(),
+        layer_ropes=(),
         moe=moe,
         latent=latent,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),

@@ -160,6 +160,11 @@ def adapt_model(
             raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
         return None
     _check(config, slots)
+    if decoder.config.compression is not None:
+        raise ConfigError(
+            f"adapters: not available for {decoder.config.family} models; remove adapters and adapter_slots, or merge "
+            "an adapter into the checkpoint"
+        )
     library = decoder if isinstance(decoder, TransformersDecoder) else None
     if library is None:
         layout = layout_of(
@@ -186,7 +191,7 @@ def adapt_model(
         offset, hidden = decoder.config.norm_offset, decoder.config.hidden_size
         norms = NormNames(
             names.final_norm,
-            norms_in_layer(names),
+            norms_in_layer(decoder.config),
             head_norms_in_layer(decoder.config),
             hidden,
             offset,

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cpu.layout import LayoutError
 from penstock.engine.backends.cpu.ops import CpuOps
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout
+from penstock.engine.backends.interface import AttentionBatch, Clip, HeadLayout, Xielu
 from penstock.engine.backends.reference.ops import ReferenceOps
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,6 +58,21 @@ def test_norms_and_gate_match_the_reference(ops: CpuOps, dtype: torch.dtype) -> 
         wide = gate_up.float()
         close(ops.silu_mul(gate_up), reference.silu_mul(wide).to(dtype), dtype)
         close(ops.gelu_mul(gate_up), reference.gelu_mul(wide).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_by_themselves_and_rows_added_to_rows(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Also far from zero, where exponentials overflow."""
+    torch.manual_seed(0)
+    reference = ReferenceOps()
+    for rows, width in ((1, 8), (3, 50), (70, 576)):
+        x = (torch.randn(rows, width) * torch.tensor([0.001, 1.0, 40.0])[torch.arange(width) % 3]).to(dtype)
+        for function in ("relu2", "plain_gelu", "plain_gelu_tanh", Clip(0.7), Xielu(0.9, 1.4, 0.4, -1e-3)):
+            close(ops.pointwise(x.clone(), function), reference.pointwise(x.float(), function).to(dtype), dtype)
+        for row_dtype in (dtype, torch.float32):
+            row, ours = torch.randn(width).to(row_dtype), x.clone()
+            ops.add_row(ours, row)
+            close(ours, (x.float() + row.float()).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

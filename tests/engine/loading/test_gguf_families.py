@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,20 @@ ARCHITECTURES = {
     "lfm2": "lfm2",
     "lfm2-biased": "lfm2",
     "lfm2-moe": "lfm2moe",
+    "glm": "chatglm",
+    "stablelm": "stablelm",
+    "stablelm-head-norms": "stablelm",
+    "starcoder2": "starcoder2",
+    "olmo": "olmo",
+    "phi": "phi2",
+    "nemotron": "nemotron",
+    "jais2": "jais2",
 }
 SLOW = {
+    "stablelm-head-norms",
+    "olmo",
+    "nemotron",
+    "jais2",
     "lfm2-biased",
     "arcee",
     "exaone-moe",
@@ -95,6 +108,8 @@ ELSEWHERE = {
     "mamba2": "mamba2",
 }
 """In `test_gguf_deepseek`, `test_gguf_delta` and `test_gguf_mamba`."""
+OF_IMAGES = {"qwen2vl", "qwen3vl", "qwen3vlmoe"}
+"""Decoders of families under other names, in `test_gguf_multimodal`."""
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -109,6 +124,11 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "self_attn.dense": "attn_output",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
@@ -133,7 +153,7 @@ STACKS = {
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
-INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
+INTERLEAVED = ("olmo", "llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
 LFM2_NAMES = {
     "operator_norm": "attn_norm",
     "self_attn.out_proj": "attn_output",
@@ -171,6 +191,13 @@ OTHER_NAMES = {
         **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
 }
+LAYER_NORMS = {
+    **dict.fromkeys(("command-r", "cohere2", "phi2", "stablelm", "jais2"), "layer_norm_eps"),
+    "starcoder2": "norm_epsilon",
+    "nemotron": "norm_eps",
+    "olmo": "",
+}
+"""By architecture: what `config.json` calls the epsilon of its LayerNorms."""
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -181,8 +208,15 @@ NEXTN = {
 }  # fmt: skip
 
 
-def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None = None, further: int = 0) -> Path:
-    """`experts`: the type in which stacks of experts are stored. `further`: layers for multi-token prediction."""
+def convert(
+    folder: Path,
+    arch: str,
+    experts: gguf.GGMLQuantizationType | None = None,
+    further: int = 0,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """`experts`: the type in which stacks of experts are stored. `further`: layers for multi-token prediction. `more`:
+    keys of the architecture."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     names = NAMES | NEXTN | OTHER_NAMES.get(arch, {})
@@ -190,12 +224,12 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-        top["model.embedding_norm"] = "token_embd_norm"
+        top |= {"model.embedding_norm": "token_embd_norm", "model.final_layernorm": "output_norm"}
         stem, _, suffix = name.rpartition(".")
-        if arch.startswith("gemma") and stem.endswith("norm"):
+        if arch.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             tensor = tensor + 1
         if stem in top:
-            tensors[f"{top[stem]}.weight"] = tensor
+            tensors[f"{top[stem]}.{suffix}"] = tensor
             continue
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         assert match is not None
@@ -216,6 +250,10 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", part)
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
+            continue
+        of_head = re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", part)
+        if of_head is not None:
+            stacks.setdefault(f"blk.{layer}.attn_{of_head[1]}_norm.weight", {})[int(of_head[2])] = tensor
             continue
         if part in STACKS:
             parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]
@@ -239,8 +277,8 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         "attention.head_count_kv": kv_heads,
         "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
     }
-    if "layer_norm_eps" in config:
-        keys |= {"attention.layer_norm_epsilon": config["layer_norm_eps"], "logit_scale": config["logit_scale"]}
+    if arch in LAYER_NORMS:
+        keys["attention.layer_norm_epsilon"] = config.get(LAYER_NORMS[arch], 1e-5)
     else:
         keys["attention.layer_norm_rms_epsilon"] = config.get("rms_norm_eps", config.get("norm_eps"))
     if config.get("head_dim"):
@@ -255,6 +293,12 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if width in config:
             keys["expert_shared_feed_forward_length"] = config[width]
+    if "logit_scale" in config:
+        keys["logit_scale"] = config["logit_scale"]
+    if config.get("clip_qkv"):
+        keys["attention.clamp_kqv"] = config["clip_qkv"]
+    if "use_parallel_residual" in config:
+        keys["use_parallel_residual"] = True  # as converters write it where a checkpoint does not say
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
     if arch in ("glm4moe", "exaone-moe", "dots1"):
@@ -306,7 +350,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         keys["feed_forward_length"] = tensors["blk.0.ffn_gate.weight"].shape[0]
     if arch == "lfm2moe":
         keys |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
-    if arch in ("phi3", "glm4", "glm4moe", "minimax-m2"):
+    if rope.get("partial_rotary_factor"):
         dim = config.get("head_dim") or config["hidden_size"] // heads
         keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):
@@ -323,6 +367,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         for length in ("short", "long"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
+    keys |= more or {}
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
     if experts is None:
         return write_gguf(folder / "model.gguf", metadata, tensors)
@@ -336,7 +381,7 @@ def test_every_family_is_converted() -> None:
     tested = {getattr(transformers, tiny.FAMILIES[family][0]).model_type for family in architectures}
     assert tested == {name for name, family in FAMILIES.items() if family.gguf.architectures}
     read = {name for family in FAMILIES.values() for name in family.gguf.architectures}
-    assert set(architectures.values()) == read
+    assert {*architectures.values(), *OF_IMAGES} == read
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ from tests.engine.models.config_walk import (
 
 OWN_CLASS = {name for name, family in FAMILIES.items() if not family.reference}
 """Families that the reference has a configuration class for."""
+DIVIDED = ("cwm", "minicpm3", "jais2", "stablelm", "helium")
+"""Whose heads make up a hidden state."""
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
@@ -141,8 +143,10 @@ def test_sizes_left_out_are_the_references(family: str) -> None:
             changes["layer_types"] = ["full_attention"] * reference_of(family)[key]
         if key == "num_attention_heads" and "kv_lora_rank" in BASES[family]:
             changes["num_key_value_heads"] = ABSENT
-        if family == "cwm" and key == "num_attention_heads":
+        if family in DIVIDED and key == "num_attention_heads":
             changes["hidden_size"] = reference_of(family)[key] * 8  # which the reference divides by it
+        if family in DIVIDED[2:] and key == "hidden_size":
+            changes["head_dim"] = reference_of(family)[key] // 4
         if family == "mamba2" and key == "hidden_size":
             changes["num_heads"] = reference_of(family)["expand"] * reference_of(family)[key] // 8
         if key == "num_hidden_layers" and "compress_ratios" in BASES[family]:
@@ -152,8 +156,9 @@ def test_sizes_left_out_are_the_references(family: str) -> None:
         config = Case(family, changes).config
         theirs = transformers.CONFIG_MAPPING[family](**{k: v for k, v in config.items() if k != "model_type"})
         ours = read_config(config)
-        # Llama 4 calls the width of its dense layers intermediate_size_mlp.
-        ffn = ours.moe.ffn_size if family == "llama4_text" and ours.moe is not None else ours.ffn_size
+        # What these call the width of their dense layers is another key.
+        of_experts = family in ("llama4_text", "cohere2_moe") and ours.moe is not None
+        ffn = ours.moe.ffn_size if of_experts and ours.moe is not None else ours.ffn_size
         found = (ours.vocab_size, ours.hidden_size, ffn, ours.num_layers, ours.num_heads)
         known = reference_of(family)  # some have no dense width, or no attention
         for name, size in zip(SIZES, found, strict=True):

@@ -29,11 +29,13 @@ PROMPT = [17 * i % 199 for i in range(50)]
 ROUTERS = (".gate.weight", ".gate.wg.weight", ".router.weight", ".router.layer.weight", "shared_expert_gate.weight")
 DELTA_NETS = (".conv1d.weight", ".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
 """Their convolutions, and the small matrices of their decays and write strengths."""
-INDEXERS = (".indexer.weights_proj.weight",)
+INDEXERS = (".indexer.weights_proj.weight", ".scorer.weights_proj.weight")
 """The weights of an indexer's heads."""
 SHORT_CONVOLUTIONS = (".conv.conv.weight",)
 """LFM2's."""
-DENSE = ROUTERS + DELTA_NETS + INDEXERS + SHORT_CONVOLUTIONS
+DEEPSEEK_V4 = ("_hc.fn", ".hc_fn", ".position_bias", ".tid2eid")
+"""What mixes streams, places in a group of tokens, and the experts of tokens."""
+DENSE = ROUTERS + DELTA_NETS + INDEXERS + SHORT_CONVOLUTIONS + DEEPSEEK_V4
 """Ends of the names of matrices that are never quantized."""
 
 

@@ -19,6 +19,7 @@ from tests.engine.tiny import FAMILIES as TINY
 
 FAMILIES = (
     "lfm2", "lfm2-moe", "cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2",
+    "phi", "stablelm",
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
@@ -60,6 +61,17 @@ def requests() -> list[Request]:
         pytest.param("glm4-moe", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("lfm2-moe", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        ("stablelm-head-norms", 2, 1, {}),
+        pytest.param("phi", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("starcoder2", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("apertus", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("granite-swa", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("granite-moe-swa-shared", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("afmoe", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("cohere2-moe", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("cohere2-moe-sigmoids", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("axk1", 2, 3, {}, marks=pytest.mark.slow),
+        pytest.param("afmoe", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("lfm2-moe", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("llama4", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
     ],
@@ -83,6 +95,11 @@ def test_ranks_give_the_output_of_one_device(
         pytest.param("hunyuan", ATTENTION, marks=pytest.mark.slow),
         pytest.param("arcee", (*ATTENTION, "up_proj", "down_proj"), marks=pytest.mark.slow),
         pytest.param("llama4", ATTENTION, marks=pytest.mark.slow),
+        pytest.param("phi", ("q_proj", "dense", "fc1", "fc2"), marks=pytest.mark.slow),
+        pytest.param("stablelm", (*ATTENTION, "down_proj"), marks=pytest.mark.slow),
+        pytest.param("olmo", (*ATTENTION, "up_proj"), marks=pytest.mark.slow),
+        pytest.param("afmoe", ("q_proj", "gate_proj", "o_proj"), marks=pytest.mark.slow),
+        pytest.param("minicpm3", ("q_b_proj", "o_proj", "up_proj"), marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_equals_merging_it(

@@ -20,7 +20,7 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError
 from tests.engine.adapters.kind_files import merged as merge_kind
 from tests.engine.adapters.kind_files import write_kind
-from tests.engine.foreign import FOREIGN, write_foreign
+from tests.engine.foreign import FOREIGN, without_families, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
@@ -31,12 +31,18 @@ WITHOUT_FAMILY = [name for name in FOREIGN if name.partition("-")[0] not in FAMI
 assert len(WITHOUT_FAMILY) >= 8, "families took the others over; add types that have none"
 
 
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
+
+
 def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, 199) for _ in range(length)]
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITHOUT_FAMILY]
+    "model_type",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_FAMILY if name not in QUICK)],
 )
 def test_tokens_equal_the_library_alone_in_a_mixed_batch_and_preempted(model_type: str, tmp_path: Path) -> None:
     folder = write_foreign(model_type, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.core import Engine
 from penstock.engine.parallel import blocks
-from tests.engine.foreign import write_foreign
+from tests.engine.foreign import without_families, write_foreign
 from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.models.test_transformers import prompt_of
 from tests.engine.parallel.threads import threaded_engine
@@ -24,6 +24,11 @@ CASES = [
     for name in TYPES
     for grids in GRIDS
 ]
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 def opened(stack: ExitStack, folder: Path, role: str, grid: Grid, **settings: Any) -> Engine:

@@ -15,13 +15,18 @@ from penstock.engine.parallel import launch
 from penstock.engine.parallel.kept_sums import KeptSums
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ReplicaLost
-from tests.engine.foreign import write_foreign
+from tests.engine.foreign import without_families, write_foreign
 from tests.engine.harness import assert_idle, collect, generate, make_engine
 from tests.engine.models.test_transformers import write_lora
 from tests.engine.parallel.lost_rank import run_losing
 from tests.engine.parallel.threads import _spawn, threaded_engine
 
 SETTINGS: dict[str, Any] = {"token_budget": 48, "rank_restarts": 2, "kv_dtype": "full", "watchdog_s": 60}
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 def batch(*names: str) -> list[Request]:

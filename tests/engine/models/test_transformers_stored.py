@@ -9,12 +9,17 @@ from unittest.mock import patch
 import pytest
 
 from penstock.engine.models.transformers import read
-from tests.engine.foreign import write_foreign
+from tests.engine.foreign import without_families, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.quantization.layouts import write
 from tests.engine.tiny import Reference
 
 PROMPTS = ([7, 1, 190, 33, 4], list(range(40, 75)), [11] * 9)
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 def is_linear(name: str) -> bool:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.adapters.test_end_rows import failure
-from tests.engine.foreign import write_foreign
+from tests.engine.foreign import without_families, write_foreign
 from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.models.test_transformers import prompt_of, write_lora
 from tests.engine.parallel.threads import threaded_engine
@@ -21,6 +21,11 @@ from tests.engine.tiny import Reference
 
 TIE = 2e-2
 COUNT = 5
+
+
+@pytest.fixture(autouse=True)
+def through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_families(monkeypatch)
 
 
 def write_rows(folder: Path, reference: Reference, *, kind: str = "PROMPT_TUNING") -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.cpu.layout import LayoutError, dtype_code, need, need_contiguous
 from penstock.engine.backends.cpu.native_ops import NativeOps
+from penstock.engine.backends.interface import Clip, Pointwise, Xielu
+
+_POINTWISE: Final = {"relu2": 0, "plain_gelu": 1, "plain_gelu_tanh": 2}
+"""As elementwise/pointwise.cpp counts them."""
 
 
 class ElementwiseOps(NativeOps):
@@ -97,6 +102,27 @@ class ElementwiseOps(NativeOps):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         return self._gate_mul(self._lib.pk_clamped_swiglu, gate_up, alpha, limit)
+
+    def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
+        need_contiguous(x, "x")
+        numbers: tuple[float, ...] = ()
+        if isinstance(function, Xielu):
+            numbers, code = (function.positive, function.negative, function.beta, function.eps), 3
+        elif isinstance(function, Clip):
+            numbers, code = (function.limit,), 4
+        else:
+            code = _POINTWISE[function]
+        numbers += (0.0,) * (4 - len(numbers))
+        self._lib.pk_pointwise(self._ctx, x.data_ptr(), *x.shape, code, *numbers, dtype_code(x, "x"))
+        return x
+
+    def add_row(self, x: Tensor, row: Tensor) -> None:
+        need_contiguous(x, "x")
+        if row.shape != x.shape[1:]:
+            raise LayoutError(f"a row of {tuple(row.shape)} cannot be added to rows of {x.shape[1]}")
+        self._lib.pk_add_row(
+            self._ctx, x.data_ptr(), row.data_ptr(), *x.shape, dtype_code(x, "x"), dtype_code(row, "row")
+        )
 
     def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor, *settings: float) -> Tensor:
         need_contiguous(gate_up, "gate_up")

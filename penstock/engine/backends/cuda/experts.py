@@ -36,7 +36,7 @@ from penstock.engine.models.layers.experts import (
     Router,
     SharedAndRouted,
 )
-from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp, gated
 from penstock.engine.models.layers.linear import Linear
 
 _COUNTERS = 1024
@@ -321,7 +321,7 @@ def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> F
     """See `LayerFactory`."""
     plain = all(isinstance(one, CudaLinear) for one in shared.linears)
     integers = all(isinstance(one, GroupedLinear) and not one.fixed for one in shared.linears)
-    if not plain and not integers:
+    if isinstance(shared, ScaledMlp) or (not plain and not integers):
         return SharedAndRouted(routed, shared, gate)
     joined = plain and isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
     if (gate is not None or shared.activation != "silu") and not joined:

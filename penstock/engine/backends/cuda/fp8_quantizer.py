@@ -10,6 +10,7 @@ from penstock.engine.backends.cuda.kernels import activation, norm
 from penstock.engine.backends.cuda.kernels.addends import Summands
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear, Fp8Linear, ScaledTensor
+from penstock.engine.backends.interface import Pointwise
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Weights, of_ends
@@ -69,3 +70,6 @@ class Fp8Activations:
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> ScaledTensor:
         return ScaledTensor(*activation.clamped_swiglu_fp8(gate_up, alpha, limit))
+
+    def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
+        return activation.pointwise(x, function)

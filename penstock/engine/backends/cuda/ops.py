@@ -48,6 +48,7 @@ from penstock.engine.backends.interface import (
     MambaLayout,
     MambaWeights,
     OverRanks,
+    Pointwise,
     ShortConvWeights,
 )
 from penstock.engine.backends.reference.compressed import PlainCompression
@@ -99,6 +100,12 @@ class TritonOps(LatentOps, PlainCompression):
 
     def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
         norm.centre(residual, added, pdl=self.pdl)
+
+    def pointwise(self, x: Tensor | Addends, function: Pointwise) -> Tensor:
+        return activation.pointwise(x, function, pdl=self.pdl)
+
+    def add_row(self, x: Tensor, row: Tensor) -> None:
+        x.add_(row)
 
     def silu_mul(self, gate_up: Tensor | Addends | UngatedSums) -> Tensor:
         if isinstance(gate_up, UngatedSums):
@@ -219,7 +226,11 @@ class TritonOps(LatentOps, PlainCompression):
     def sqrt_softplus(self, x: Tensor) -> Tensor:
         return torch.nn.functional.softplus(x).sqrt()
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+    def sigmoid_mul(self, x: Tensor, gate: Tensor | Addends) -> Tensor:
+        if isinstance(gate, Addends):
+            gate = gate.base + torch.where((gate.ranks > 0).unsqueeze(1), gate.delta, 0)
+        if gate.dim() == 2:
+            gate = gate.unsqueeze(1)
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
     def delta_net(

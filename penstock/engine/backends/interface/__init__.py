@@ -14,7 +14,7 @@ Layout, the same everywhere:
 * The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
-from penstock.engine.backends.activation import Activation, ClampedSilu, ClampedSwiglu
+from penstock.engine.backends.activation import Activation, ClampedSilu, ClampedSwiglu, Clip, Pointwise, Xielu
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
@@ -96,6 +96,7 @@ __all__ = [
     "ChosenTokens",
     "ClampedSilu",
     "ClampedSwiglu",
+    "Clip",
     "CompressionCache",
     "CompressionLayout",
     "CompressionOps",
@@ -126,6 +127,7 @@ __all__ = [
     "NativeLibrary",
     "Ops",
     "OverRanks",
+    "Pointwise",
     "PoolInputs",
     "PoolState",
     "RecurrentOps",
@@ -137,6 +139,7 @@ __all__ = [
     "StepLimits",
     "StepShare",
     "TimedStep",
+    "Xielu",
     "apply_links",
     "attended",
     "torch_dtype",

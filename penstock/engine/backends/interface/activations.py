@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import Pointwise
+
 
 class ActivationOps(Protocol):
     """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
@@ -38,4 +40,8 @@ class ActivationOps(Protocol):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Any:
         """As `silu_mul`, with the gate `ClampedSwiglu`."""
+        ...
+
+    def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
+        """`function` of every number of `x` [T, n]; may write over its input."""
         ...

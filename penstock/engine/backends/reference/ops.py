@@ -19,11 +19,14 @@ from penstock.engine.backends.interface import (
     INT8,
     INT8_MAX,
     AttentionBatch,
+    Clip,
     HeadLayout,
     KeySmoothing,
     KVScales,
     Link,
     OverRanks,
+    Pointwise,
+    Xielu,
 )
 from penstock.engine.backends.reference import filters, masks
 from penstock.engine.backends.reference.mixers import PlainMixers
@@ -83,6 +86,23 @@ class ReferenceOps(PlainMixers):
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
+        match function:
+            case "relu2":
+                return F.relu(x).square()
+            case "plain_gelu" | "plain_gelu_tanh":
+                return F.gelu(x, approximate="none" if function == "plain_gelu" else "tanh")
+            case Clip(limit):
+                return x.clamp(-limit, limit)
+            case Xielu(positive, negative, beta, eps):
+                wide = x if x.dtype is torch.float64 else x.float()
+                bent = torch.expm1(wide.clamp(max=eps)) - wide
+                bent = torch.where(wide > 0, positive * wide.square(), negative * bent)
+                return (bent + beta * wide).to(x.dtype)
+
+    def add_row(self, x: Tensor, row: Tensor) -> None:
+        x.add_(row)
 
     def chain(self, links: Sequence[Link]) -> None:
         """See `Ops`: products are separate here."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from penstock.engine.loading.keys import KeyRules
+from penstock.engine.loading.keys import ABSENT, KeyRules
+from penstock.engine.models.families.afmoe import AFMOE
+from penstock.engine.models.families.apertus import APERTUS
 from penstock.engine.models.families.arcee import ARCEE
+from penstock.engine.models.families.axk1 import AXK1
 from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
-from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.cohere2_moe import COHERE2_MOE
+from penstock.engine.models.families.config_keys import INERT, READ, reference_of
 from penstock.engine.models.families.cwm import CWM
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
@@ -35,27 +40,37 @@ from penstock.engine.models.families.flex_olmo import FLEX_OLMO
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.glm import GLM
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from penstock.engine.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
+from penstock.engine.models.families.helium import HELIUM
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from penstock.engine.models.families.hy_v3 import HY_V3
+from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
+from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
 from penstock.engine.models.families.mellum import MELLUM
+from penstock.engine.models.families.minicpm3 import MINICPM3
 from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
+from penstock.engine.models.families.olmo import OLMO
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.olmoe import OLMOE
+from penstock.engine.models.families.phi import PHI
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
@@ -66,20 +81,28 @@ from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
+from penstock.engine.models.families.stablelm import STABLELM
+from penstock.engine.models.families.starcoder2 import STARCODER2
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.families.text_types import TEXT_TYPES
+from penstock.engine.models.families.youtu import YOUTU
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
 from penstock.engine.models.transformers.config import read_library_config
+from penstock.engine.models.wrappers import WRAPPERS, Wrapper
 from penstock.errors import CheckpointError
 
 __all__ = [
     "FAMILIES",
+    "TEXT_TYPES",
+    "WRAPPERS",
     "ConfigFields",
     "Family",
     "GGUFKeys",
     "HFConfig",
     "TensorNames",
+    "decoder_type",
     "family_of",
     "family_of_gguf",
     "gguf_architectures",
@@ -149,31 +172,94 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         LFM2,
         LFM2_MOE,
+        GLM,
+        STABLELM,
+        STARCODER2,
+        OLMO,
+        PHI,
+        HELIUM,
+        HYPERCLOVAX,
+        JAIS2,
+        NEMOTRON,
+        APERTUS,
+        HY_V3,
+        YOUTU,
+        GRANITE_SWA,
+        GRANITE_MOE_SWA,
+        AFMOE,
+        AXK1,
+        MINICPM3,
+        COHERE2_MOE,
     )
 }
 """By `model_type`."""
 
 
 def text_config(raw: HFConfig) -> HFConfig:
-    """The decoder's keys: those of a multimodal model are one level down, and only its decoder is run."""
-    inner, model_type = raw.get("text_config"), raw.get("model_type")
-    for family in FAMILIES.values():
-        if inner and family.multimodal_type and model_type == family.multimodal_type:
-            wrapper = CLASSES.get(family.multimodal_type, CLASSES["gemma3"])
-            _beside_text(wrapper).check(raw)
-            tied = raw.get("tie_word_embeddings", wrapper["tie_word_embeddings"])
-            return {"model_type": family.model_type, **inner, "tie_word_embeddings": tied}
-    return raw
+    """The decoder's keys, in a family's terms: those of a multimodal model are one level down, and only its decoder is
+    run. Where no family has the decoder, the keys as they are."""
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is None:
+        return raw
+    given = wrapper.keys_of(raw)
+    if given is None:
+        raise CheckpointError(
+            f"config.json: a {wrapper.model_type} model must have {wrapper.key}, with its decoder's keys"
+        )
+    if wrapper.decoder in WRAPPERS:
+        _beside_text(wrapper).check(raw)
+        return text_config({**given, "model_type": wrapper.decoder})
+    kind = decoder_type(raw)
+    own = TEXT_TYPES.get(kind)
+    family = FAMILIES.get(own.family if own else kind)
+    if family is None:
+        return raw
+    if given is not raw:
+        _beside_text(wrapper).check(raw)
+    tied = _tied(wrapper, raw, given, kind)
+    keys = own.keys(family, _without(given, wrapper)) if own else {**given, "model_type": family.model_type}
+    return {**keys, "tie_word_embeddings": tied}
 
 
-def _beside_text(wrapper: HFConfig) -> KeyRules:
-    """For what stands beside `text_config`."""
+def decoder_type(raw: HFConfig) -> str:
+    """What the decoder of a model is called, where the reference looks for it."""
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is None:
+        return str(raw.get("model_type"))
+    given = wrapper.keys_of(raw) or {}
+    if wrapper.decoder in WRAPPERS:
+        return decoder_type({**given, "model_type": wrapper.decoder})
+    kind = wrapper.decoder if wrapper.fixed else str(given.get("model_type", wrapper.decoder))
+    return wrapper.renamed.get(kind, kind)
+
+
+def _without(given: HFConfig, wrapper: Wrapper) -> HFConfig:
+    """Without the wrapper's own keys, where the decoder's stand beside them."""
+    own = CLASSES[wrapper.model_type].keys() - READ
+    return {key: value for key, value in given.items() if key not in own} if wrapper.flat else given
+
+
+def _tied(wrapper: Wrapper, raw: HFConfig, given: HFConfig, kind: str) -> Any:
+    """Whether the head is the embedding, where a checkpoint has none."""
+    default = CLASSES[wrapper.model_type].get("tie_word_embeddings", False)
+    inner = given.get("tie_word_embeddings", reference_of(kind).get("tie_word_embeddings", False))
+    if wrapper.tied_by == "decoder":
+        return inner
+    own = raw.get(wrapper.tied_key, raw.get("tie_word_embeddings", default))
+    if own is None or (wrapper.tied_by == "either" and own is False):
+        return False if inner is ABSENT else inner
+    return own
+
+
+def _beside_text(wrapper: Wrapper) -> KeyRules:
+    """For what stands beside the decoder's keys."""
+    known = CLASSES[wrapper.model_type]
     return KeyRules(
-        reader="decoders of multimodal models",
-        reference={**SHARED, **wrapper},
-        read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
+        reader=f"decoders of {wrapper.model_type} models",
+        reference={**SHARED, **known},
+        read={"model_type", wrapper.key, *wrapper.older_keys, "tie_word_embeddings", "quantization_config"},
         limited={"is_causal": (True,), "per_layer_config": (None, {})},
-        inert=INERT | wrapper.keys(),  # images: the text's decoder does not see them
+        inert=INERT | known.keys(),  # images: the text's decoder does not see them
     )
 
 
@@ -189,6 +275,9 @@ def family_of(model_type: str) -> Family:
 
 def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is not None and wrapper.refused:
+        raise CheckpointError(f"{wrapper.model_type} models are not run: {wrapper.refused}")
     raw = text_config(raw)
     model_type = raw.get("model_type", "")
     if not isinstance(model_type, str):
@@ -223,11 +312,13 @@ def read_config(raw: HFConfig) -> ModelConfig:
         fields["tied_embeddings"] = flag(raw, "tie_word_embeddings")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
+    if wrapper is not None and wrapper.own_head:
+        fields |= {"logit_scale": 1.0, "logit_softcap": None}
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
         vocab_size=integer(raw, "vocab_size"),
-        sandwich_norms=bool(family.names.mixer_out_norm),
+        sandwich_norms=bool(family.names.mixer_out_norm or family.names.feed_forward_out_norm),
         norm_offset=family.norm_offset,
         **fields,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.engine.models.families.family import (
     SILU,
@@ -15,18 +15,12 @@ from penstock.engine.models.families.family import (
     flag,
     number,
 )
+from penstock.engine.models.families.layer_normed import LAYER_NORM_EPSILON, centred_architecture
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from penstock.engine.models.architecture import Architecture
-
 PARALLEL_NAMES = TensorNames(feed_forward_norm="input_layernorm")
 """One norm for both parts."""
-
-
-LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
-"""In GGUF files."""
 
 
 def parallel_fields(raw: HFConfig) -> ConfigFields:
@@ -35,6 +29,7 @@ def parallel_fields(raw: HFConfig) -> ConfigFields:
         "rms_eps": number(raw, "layer_norm_eps"),
         "logit_scale": number(raw, "logit_scale"),
         "parallel": True,
+        "layer_norms": True,
         "interleaved_rope": True,
         "qkv_bias": bias,
         "output_bias": bias,
@@ -44,12 +39,6 @@ def parallel_fields(raw: HFConfig) -> ConfigFields:
 def _fields(raw: HFConfig) -> ConfigFields:
     normed = flag(raw, "use_qk_norm")
     return {**parallel_fields(raw), "qk_norm": normed, "qk_layer_norm": normed}
-
-
-def parallel_architecture() -> Architecture:
-    from penstock.engine.models.cohere import PARALLEL
-
-    return PARALLEL
 
 
 def parallel_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
@@ -75,5 +64,5 @@ COHERE = Family(
         reads=frozenset({"logit_scale"}),
         windowed=False,
     ),
-    architecture=parallel_architecture,
+    architecture=centred_architecture,
 )

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.cohere import (
-    LAYER_NORM_EPSILON,
     PARALLEL_NAMES,
-    parallel_architecture,
     parallel_fields,
     parallel_from_gguf,
 )
@@ -23,6 +21,7 @@ from penstock.engine.models.families.family import (
     integer,
 )
 from penstock.engine.models.families.gemma2 import layer_types
+from penstock.engine.models.families.layer_normed import LAYER_NORM_EPSILON, centred_architecture
 from penstock.errors import CheckpointError
 
 _PERIOD = 4
@@ -60,5 +59,5 @@ COHERE2 = Family(
         epsilon=LAYER_NORM_EPSILON,
         reads=frozenset({"logit_scale", "attention.sliding_window_pattern"}),
     ),
-    architecture=parallel_architecture,
+    architecture=centred_architecture,
 )

@@ -48,7 +48,7 @@ TRAINING = frozenset({
     "initializer_range", "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
     "classifier_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef", "router_jitter_noise",
     "gradient_checkpointing", "finetuning_task", "task_specific_params", "problem_type", "tf_legacy_loss",
-    "use_bfloat16", "aux_loss_alpha", "seq_aux", "ep_size", "residual_dropout",
+    "embedding_initializer_range", "use_bfloat16", "aux_loss_alpha", "seq_aux", "ep_size", "residual_dropout",
 })  # fmt: skip
 """Used while training, or by the heads of fine-tuned classifiers, which decoders do not have."""
 

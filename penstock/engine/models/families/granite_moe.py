@@ -34,7 +34,7 @@ from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig
 from penstock.errors import CheckpointError
 
-_NAMES = TensorNames(
+GRANITE_MOE_NAMES = TensorNames(
     moe="",
     router="block_sparse_moe.router.layer",
     expert_stacks=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
@@ -69,7 +69,7 @@ def _experts(raw: HFConfig, shared: int) -> MoeConfig:
     )
 
 
-def _moe_fields(raw: HFConfig) -> ConfigFields:
+def granite_moe_fields(raw: HFConfig) -> ConfigFields:
     bias = flag(raw, "attention_bias")
     shared = integer(raw, "shared_intermediate_size") if raw.get("shared_intermediate_size", 0) != 0 else 0
     return {"qkv_bias": bias, "output_bias": bias, **multiplied(raw), "moe": _experts(raw, shared)}
@@ -136,9 +136,9 @@ def _hybrid_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
 GRANITE_MOE = Family(
     model_type="granitemoe",
     class_name="GraniteMoeForCausalLM",
-    fields=_moe_fields,
+    fields=granite_moe_fields,
     reads=MULTIPLIERS | _EXPERTS | {"attention_bias"},
-    names=_NAMES,
+    names=GRANITE_MOE_NAMES,
     gguf=GGUFFormat(
         architectures=("granitemoe",),
         applies=lambda keys: not keys("expert_shared_feed_forward_length"),
@@ -150,9 +150,9 @@ GRANITE_MOE = Family(
 GRANITE_MOE_SHARED = Family(
     model_type="granitemoeshared",
     class_name="GraniteMoeSharedForCausalLM",
-    fields=_moe_fields,
+    fields=granite_moe_fields,
     reads=MULTIPLIERS | _EXPERTS | {"attention_bias", "shared_intermediate_size"},
-    names=_NAMES,
+    names=GRANITE_MOE_NAMES,
     gguf=GGUFFormat(
         architectures=("granitemoe",),
         applies=lambda keys: bool(keys("expert_shared_feed_forward_length")),
@@ -170,7 +170,7 @@ GRANITE_MOE_HYBRID = Family(
     | _EXPERTS
     | MAMBA_KEYS
     | {"attention_bias", "shared_intermediate_size", "position_embedding_type", "layers_block_type"},
-    names=replace(_NAMES, recurrent=MAMBA_MATRICES),
+    names=replace(GRANITE_MOE_NAMES, recurrent=MAMBA_MATRICES),
     gguf=GGUFFormat(
         architectures=("granitehybrid",),
         interleaved_rope=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -23,6 +24,8 @@ class TensorNames:
     attention: str = "self_attn."
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
+    output_gate: str = ""
+    """Of attention whose output passes a gate with a matrix of its own."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Of the heads of queries and keys, or of all of each together, where a family has such norms."""
     more_linears: tuple[str, ...] = ()
@@ -66,8 +69,23 @@ class TensorNames:
     def linears(self) -> frozenset[str]:
         """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
         parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        more = (*self.expert_latents, *self.more_linears)
+        more = (*self.expert_latents, *self.more_linears, *([self.output_gate] if self.output_gate else ()))
         return frozenset((*parts, *more, self.fused_qkv, self.fused_gate_up, *self.recurrent))
 
 
 LLAMA_NAMES = TensorNames()
+
+PREFIXES = (
+    "", "model.", "language_model.model.", "model.language_model.", "language_model.", "model.text_model.",
+    "thinker.model.", "thinker.model.language_model.",
+)  # fmt: skip
+"""Of the decoder's tensor names where they have not the family's own: of a model without head, as the reference calls
+its own, and of multimodal models, published before and after the reference gave all of theirs the same form."""
+HEADS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
+"""The matrix of logits, likewise."""
+
+
+def prefix_of(stored: Collection[str], names: TensorNames) -> str:
+    """What the names of the decoder's tensors begin with."""
+    known = (names.prefix, *PREFIXES, f"language_model.{names.prefix}")
+    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in stored), names.prefix)

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import (
     ActivationOps,
     AttentionBatch,
+    Clip,
     HeadLayout,
     KeySmoothing,
     KVScales,
@@ -58,6 +59,8 @@ class Attention:
     """float32 [head_dim]: what queries are multiplied by, after the rotation. Where norms of heads stand behind it:
     their gains and those of keys, which are stored without. A rotation does not change a head's length, so that the
     norms themselves may stand before it."""
+    clip: Clip | None = None
+    """Of queries, keys and values."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
 
@@ -77,6 +80,8 @@ class Attention:
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
         qkv = self.qkv(x)
+        if self.clip is not None:
+            qkv = ops.pointwise(qkv, self.clip)
         if self.row_norms is not None:
             qkv = self._normed(qkv)
         q = ops.rope_and_cache(
@@ -99,6 +104,8 @@ class Attention:
         """What lies between its two linears."""
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
+        if self.clip is not None:
+            qkv = ops.pointwise(qkv, self.clip)
         if self.row_norms is not None:
             qkv = self._normed(qkv)
         q = ops.rope_and_cache(

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSilu, ClampedSwiglu, Link
+from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSilu, ClampedSwiglu, Link, Xielu
 from penstock.engine.models.layers.linear import ChainedLinear, InlineLinear, Linear
 
 
@@ -120,15 +120,16 @@ class ScaledMlp(GatedMlp):
 
     def forward(self, x: Any) -> Tensor:
         gate_up = self.gate_up(x)
-        gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_scale)
+        if self.gate_scale != 1.0:
+            gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_scale)
         return self.down(gated(self.ops, self.activation, gate_up)).mul_(self.scale)
 
 
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
     """act(gate) * up of [T, 2 * ffn], or act(up) of [T, ffn], in a form that the linears of `ops` read. May write over
     its input."""
-    if activation == "relu2":
-        return gate_up.relu_().square_()
+    if isinstance(activation, Xielu) or activation in ("relu2", "plain_gelu", "plain_gelu_tanh"):
+        return ops.pointwise(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
     if isinstance(activation, ClampedSilu):

@@ -1,5 +1,8 @@
-"""Attention whose output passes a gate: the query projection is twice as wide, and its second half of each head decides
-how much of that head's output goes on."""
+"""Attention whose output passes a gate, which decides how much of every head's output goes on.
+
+`GatedAttention`: the query projection is twice as wide, and its second half of each head is the gate.
+`OutputGatedAttention`: the gate has a matrix of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +27,22 @@ class GatedAttention(Attention):
     def attend(self, qkv: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         qkv, gate = self.attention_ops.split_gate(qkv, self.heads)
         return self.attention_ops.sigmoid_mul(Attention.attend(self, qkv, batch, cache), gate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGatedAttention(Attention):
+    """See `Attention`. `output_gate` reads what `qkv` reads."""
+
+    output_gate: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output_gate, self.output
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.qkv.weight_bytes + self.output_gate.weight_bytes + self.output.weight_bytes
+
+    def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        attended = self.attend(self.qkv(x), batch, cache)
+        return self.output(self.attention_ops.sigmoid_mul(attended, self.output_gate(x)))

@@ -98,8 +98,8 @@ def await_linears(model: Any, reader: WeightReader) -> Callable[[str], bool]:
 
 
 def read_directly(model: nn.Module, run: Callable[[], object]) -> frozenset[str]:
-    """The linears whose matrix a pass of `run` multiplies by itself and that it never calls (time steps of Mamba): they
-    stay the library's."""
+    """The linears whose matrix a pass of `run` multiplies by itself and that it never calls (time steps of Mamba, some
+    routers): they stay the library's."""
     called: set[str] = set()
     read: set[str] = set()
     kinds = {name: (module, type(module)) for name, module in linears_of(model)}

@@ -175,8 +175,8 @@ class _Loader:
             )
 
     def _read_directly(self, model: Any, body: Body) -> frozenset[str]:
-        """See `read_directly`: of layers that keep states."""
-        if not keeps_states(model):
+        """See `read_directly`: of whole models."""
+        if self.span is not None or self.shard is not None:
             return frozenset()
         tokens = body.sample(TOKENS, self.backend.device)
         return read_directly(model, lambda: body(tokens, use_cache=False))

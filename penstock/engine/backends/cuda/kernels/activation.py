@@ -22,11 +22,13 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.interface import Activation, ClampedSilu, ClampedSwiglu
+from penstock.engine.backends.interface import Activation, ClampedSilu, ClampedSwiglu, Clip, Pointwise, Xielu
 
 SILU, GELU, CLAMPED, SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 CLAMPED_SILU = tl.constexpr(4)
-"""Values of GATE. SQUARED: there is no gate, and what there is becomes the square of its ReLU."""
+PLAIN_GELU, PLAIN_GELU_TANH, XIELU, CLIP = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+"""Values of GATE; the last line, and SQUARED, of FUNCTION. SQUARED: there is no gate, and what there is becomes the
+square of its ReLU."""
 
 
 def gate_options(activation: Activation) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def gate_options(activation: Activation) -> dict[str, Any]:
         return {"GATE": CLAMPED.value, "ALPHA": activation.alpha, "LIMIT": activation.limit}
     if isinstance(activation, ClampedSilu):
         return {"GATE": CLAMPED_SILU.value, "ALPHA": 1.0, "LIMIT": activation.limit}
-    gates = {"silu": SILU, "gelu_tanh": GELU, "relu2": SQUARED}
+    gates: dict[Any, Any] = {"silu": SILU, "gelu_tanh": GELU, "relu2": SQUARED}
     return {"GATE": gates[activation].value, "ALPHA": 1.0, "LIMIT": 0.0}
 
 
@@ -194,6 +196,79 @@ def _gate_mul(x: Tensor | Addends, activation: Activation, pdl: bool) -> Tensor:
         pdl=pdl,
     )
     return out
+
+
+@triton.jit
+def _pointwise_kernel(
+    x_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    delta_ranks_ptr: tl.tensor,
+    positive: tl.tensor,
+    negative: tl.tensor,
+    beta: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    launch_successor(PDL)
+    if DELTA:
+        rank = tl.load(delta_ranks_ptr + row)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    if DELTA:
+        x += second(delta_ptr + row * WIDTH + cols, mask, rank)
+    if FUNCTION == PLAIN_GELU:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif FUNCTION == PLAIN_GELU_TANH:
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
+    elif FUNCTION == XIELU:
+        # exp(y) - 1 loses the digits of a small y, so there it is the beginning of its series.
+        y = tl.minimum(x, eps)
+        small = y * (1.0 + y * (0.5 + y * (0.16666667 + y * 0.041666668)))
+        less = tl.where(y > -0.05, small, tl.exp(y) - 1.0) - x
+        x = tl.where(x > 0.0, positive * x * x, negative * less) + beta * x
+    elif FUNCTION == CLIP:
+        x = tl.minimum(tl.maximum(x, -positive), positive)
+    else:
+        x = tl.maximum(x, 0.0)
+        x = x * x
+    tl.store(x_ptr + row * WIDTH + cols, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def pointwise(x: Tensor | Addends, function: Pointwise, *, pdl: bool = False) -> Tensor:
+    """See `ActivationOps.pointwise`; in place."""
+    rows, delta, options = parts(x)
+    assert rows.is_contiguous()
+    tokens, width = rows.shape
+    numbers = (0.0,) * 4
+    if isinstance(function, Xielu):
+        kind, numbers = XIELU, (function.positive, function.negative, function.beta, function.eps)
+    elif isinstance(function, Clip):
+        kind, numbers = CLIP, (function.limit, 0.0, 0.0, 0.0)
+    else:
+        kind = {"relu2": SQUARED, "plain_gelu": PLAIN_GELU, "plain_gelu_tanh": PLAIN_GELU_TANH}[function]
+    if tokens:
+        block = 512 if tokens <= 32 else 2048
+        launch(
+            _pointwise_kernel,
+            (tokens, ceil_div(width, block)),
+            rows,
+            *delta,
+            *numbers,
+            WIDTH=width,
+            BLOCK=block,
+            FUNCTION=kind.value,
+            **options,
+            num_warps=block // 256,
+            pdl=pdl,
+        )
+    return rows
 
 
 def _quantize(
