@@ -265,10 +265,11 @@ class ModelConfig:
         "auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
         "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "qwen3_coder", "seed_oss",
         "minimax_m2", "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4", "solar_open",
+        "gemma4",
     ] = setting("auto", doc="How the model writes function calls; auto reads it from the chat template.")  # fmt: skip
     reasoning: Literal[
         "auto", "off", "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi",
-        "cohere", "solar_open", "gpt_oss",
+        "cohere", "solar_open", "gemma4", "gpt_oss",
     ] = setting(
         "auto", doc="How the model marks its thoughts, which are told from its answers; auto reads it from the chat "
         "template, off leaves them in the text.",

@@ -24,7 +24,7 @@ from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.compression import Compression
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe, ShortConv
+from penstock.planning.shape import Delta, LayerHeads, Mamba, Mla, ModelShape, Moe, ShortConv
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -58,6 +58,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             router_bias=model.moe.router_bias or model.moe.correction_bias,
             gate=has_gate(model.activation),
             latent=model.moe.latent,
+            apart=model.moe.expert_gains,
             hashed=model.moe.hashed,
         )
     names = family_of(model.family).names
@@ -73,6 +74,10 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         layers=model.num_layers,
         hidden=model.hidden_size,
         ffn=model.ffn_size,
+        ffn_sizes=model.ffn_sizes,
+        layer_heads=_heads(model) if model.layer_heads else (),
+        token_inputs=None if model.token_inputs is None else (model.token_inputs.size, model.token_inputs.vocab),
+        layer_factors=bool(model.layer_heads),
         heads=model.num_heads,
         kv_heads=model.num_kv_heads if latent is None else model.num_heads,
         head_dim=model.head_dim,
@@ -102,6 +107,11 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         gate=has_gate(model.activation),
         activation_numbers=2 if isinstance(model.activation, Xielu) else 0,
     )
+
+
+def _heads(model: ModelConfig) -> tuple[LayerHeads, ...]:
+    made = {"": 2, "values": 1, "both": 0}
+    return tuple(LayerHeads(*model.heads_in(index), made[model.shares(index)]) for index in range(model.num_layers))
 
 
 def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:

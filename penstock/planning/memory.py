@@ -225,11 +225,10 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
         sizes = deployment.block_size, deployment.kv_bytes, deployment.weights.dense_bytes
         return shape.compression.block_bytes(first, last, *sizes)
     # With latent attention every shard has the whole latent.
-    elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
-    layers = shape.attended_in(first, last)
+    elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
     index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
     keys = round(index * deployment.block_size * deployment.weights.dense_bytes)
-    return layers * round(elements * deployment.block_size * deployment.kv_bytes) + keys
+    return round(elements * deployment.block_size * deployment.kv_bytes) + keys
 
 
 def _stage(deployment: Deployment, stage: int) -> MemoryPlan:

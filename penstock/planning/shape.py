@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.planning.compression import Compression
 from penstock.planning.numbers import WeightFormat
@@ -39,6 +39,8 @@ class Moe:
     """Whether experts have a gate, the shared one too."""
     latent: int = 0
     """Numbers of a token that experts read, between two matrices; 0: all of them."""
+    apart: bool = False
+    """Whether they and the shared expert have norms of their own, and each a factor."""
     hashed: tuple[bool, ...] = ()
     """In which layers a table says which experts a token visits, and there is no bias."""
 
@@ -194,6 +196,15 @@ class LayerParts:
         return self.matrices + self.experts + self.small
 
 
+class LayerHeads(NamedTuple):
+    """The keys and values of one layer."""
+
+    kv_heads: int
+    head_dim: int
+    projected: int
+    """Matrices that make them: 1 where values are keys as they are projected, 0 where they are another layer's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder. The defaults are those of Llama."""
@@ -204,6 +215,14 @@ class ModelShape:
     hidden: int
     ffn: int
     """Width of a dense feed-forward; 0 where no layer has one."""
+    ffn_sizes: tuple[int, ...] = ()
+    """Of each layer, where layers differ in it."""
+    layer_heads: tuple[LayerHeads, ...] = ()
+    """Of each layer, where layers differ in their heads; empty: those below."""
+    token_inputs: tuple[int, int] | None = None
+    """What every layer is told of a token itself: numbers for each layer, and rows of the table that has them."""
+    layer_factors: bool = False
+    """Whether the residual stream has a factor behind every layer."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -256,9 +275,13 @@ class ModelShape:
         """The parameters of one layer."""
         return self._parts(*self._kind(index))
 
-    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool]:
+    def heads_in(self, index: int) -> LayerHeads:
+        return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2)
+
+    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool, LayerHeads, int]:
         """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, whether it has an
-        indexer, how many tokens its entries stand for, and whether a table chooses its experts."""
+        indexer, how many tokens its entries stand for, whether a table chooses its experts, its heads, and its dense
+        width."""
         routed = self.moe is not None and self.moe.layers[index]
         recurrent = self.recurrent
         part = self.only[index] if self.only else ""
@@ -267,16 +290,28 @@ class ModelShape:
         if compression is not None:
             rate, indexed = compression.rates[index], compression.chosen[index]
         hashed = self.moe is not None and bool(self.moe.hashed) and self.moe.hashed[index]
-        return routed, recurrent is not None and recurrent.layers[index], part, indexed, rate, hashed
+        width = self.ffn_sizes[index] if self.ffn_sizes else self.ffn
+        own = recurrent is not None and recurrent.layers[index]
+        return routed, own, part, indexed, rate, hashed, self.heads_in(index), width
 
-    def _parts(self, routed: bool, recurrent: bool, part: str, indexed: bool, rate: int, hashed: bool) -> LayerParts:
+    def _parts(
+        self,
+        routed: bool,
+        recurrent: bool,
+        part: str,
+        indexed: bool,
+        rate: int,
+        hashed: bool,
+        heads: LayerHeads,
+        ffn: int,
+    ) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
         if part == "feed_forward" and not routed:
-            biases = self.ffn + hidden if self.mlp_bias else 0
-            return LayerParts(0, 0, 0, 2 * hidden * self.ffn, 0, 0, hidden + biases)
+            biases = ffn + hidden if self.mlp_bias else 0
+            return LayerParts(0, 0, 0, 2 * hidden * ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
-        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0)
+        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
         mla = self.mla
         if mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim
@@ -311,13 +346,14 @@ class ModelShape:
             query_output, latent, key_value = self.mamba.matrices(hidden), 0, 0
             small += self.mamba.others(hidden)
         else:
-            q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            dim, own = heads.head_dim, heads.projected
+            q_size, kv_size = self.heads * dim, heads.kv_heads * dim
             latent = 0
-            query_output, key_value = 2 * hidden * q_size, 2 * hidden * kv_size
+            query_output, key_value = 2 * hidden * q_size, own * hidden * kv_size
             gates = q_size if self.gated_attention else 0
             query_output += hidden * gates
-            small += (q_size + gates + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
-            small += 2 * self.head_dim if self.qk_norm else 0
+            small += (q_size + gates + own * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            small += (2 if own else 1) * dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
             if recurrent and self.mamba is not None:
                 query_output += self.mamba.matrices(hidden)
@@ -327,12 +363,17 @@ class ModelShape:
         if part:
             query_output = key_value = latent = 0
             small = hidden
+        if self.token_inputs is not None:
+            latent += 2 * hidden * self.token_inputs[0]
+            small += hidden
         moe = self.moe
         if moe is None or not routed:
             matrices = 3 if self.gate else 2
-            small += (matrices - 1) * self.ffn + hidden if self.mlp_bias else 0
+            small += (matrices - 1) * ffn + hidden if self.mlp_bias else 0
             small += self.activation_numbers
-            return LayerParts(query_output, key_value, latent, matrices * hidden * self.ffn, 0, 0, small)
+            return LayerParts(query_output, key_value, latent, matrices * hidden * ffn, 0, 0, small)
+        if moe.apart:  # three more norms, the router's gains, a factor of each expert
+            small += 4 * hidden + moe.experts
         ups = 2 if moe.gate else 1
         if self.expert_norm:
             small += hidden
@@ -368,7 +409,9 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        return self.vocab * self.hidden
+        """With the table of what layers are told of tokens, and what makes the rest of that."""
+        size, vocab = self.token_inputs or (0, 0)
+        return self.vocab * self.hidden + self.layers * size * (vocab + self.hidden) + size
 
     @property
     def head_parameters(self) -> int:
@@ -417,7 +460,17 @@ class ModelShape:
         """Elements that one token leaves in the cache of all layers."""
         if self.compression is not None:
             return sum(round(self.compression.dim / rate) for rate in self.compression.rates if rate)
-        return self.attended_in(0, self.layers) * self.kv_elements_per_layer
+        return self.kv_elements_in(0, self.layers)
+
+    def kv_elements_in(self, first: int, last: int, shards: int = 1) -> int:
+        """Elements that one token leaves in some layers' cache, on one of `shards`; without those for an indexer."""
+        if self.mla is not None:
+            return self.attended_in(first, last) * self.mla.cached
+        return sum(self._kept_in(index, shards) for index in range(first, last) if self._attended(index))
+
+    def _kept_in(self, index: int, shards: int = 1) -> int:
+        heads = self.heads_in(index)
+        return 2 * max(1, heads.kv_heads // shards) * heads.head_dim if heads.projected else 0
 
     @property
     def recurrent(self) -> Delta | Mamba | ShortConv | None:
@@ -473,6 +526,10 @@ class ModelShape:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""
         if self.compression is not None:
             return self.compression.seen(context)
+        if self.layer_heads:  # those that share keys and values read them too
+            read = (2 * heads.kv_heads * heads.head_dim for heads in self.layer_heads)
+            pairs = zip(read, self.windows, strict=True)
+            return sum(each * (context if window is None else min(context, window)) for each, window in pairs)
         seen = sum(context if window is None else min(context, window) for window in self.attention_windows)
         return seen * self.kv_elements_per_layer
 

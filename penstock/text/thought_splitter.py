@@ -22,6 +22,8 @@ _TAIL = 48
 def prompt_state(style: ThoughtStyle, text: TextModel, prompt: list[int]) -> State:
     """Where a prompt leaves the model: templates may open the thought, or close it at once."""
     tail = text.decode(prompt[-_TAIL:], skip_special=False).rstrip()
+    if style.title and tail.endswith(tuple(f"{mark}{style.title}" for mark in style.begin)):
+        return "thinking"
     if tail.endswith(style.begin):
         return "thinking"
     if style.answer_begin:
@@ -46,7 +48,7 @@ class ThoughtSplitter:
 
     __slots__ = (
         *("_answer_begin", "_answer_end", "_begins", "_buffer", "_counted", "_ends", "_leading", "_space"),
-        *("_header", "_said", "_spoken", "_state", "_style", "_wrapped", "marks", "reasoning_tokens"),
+        *("_header", "_said", "_spoken", "_state", "_style", "_title", "_wrapped", "marks", "reasoning_tokens"),
     )
 
     def __init__(self, style: ThoughtStyle, text: TextModel, state: State = "before") -> None:
@@ -63,6 +65,8 @@ class ThoughtSplitter:
         self._said = False
         """Whether there was a message of the answer before, so that a new one begins a paragraph."""
         self._answer_begin, self._answer_end = style.answer_begin, style.answer_end
+        self._title = "" if state == "thinking" else style.title
+        """What is still to be taken away where the thought begins."""
         self._wrapped = state == "answer"
         """Whether the mark before the answer has come, as it may have in the prompt: then the one behind it counts."""
         self._state: State = state
@@ -154,7 +158,16 @@ class ThoughtSplitter:
     def _rest(self) -> str:
         """What is held back of a thought that is over."""
         rest, self._buffer = self._buffer.rstrip(), ""
+        rest = self._untitled(rest)
         return rest if self._space else rest.lstrip()
+
+    def _untitled(self, text: str) -> str:
+        """The beginning of a thought without the title that the model writes there, a word by itself."""
+        title, self._title = self._title, ""
+        if not title:
+            return text
+        first, space, rest = text.lstrip().partition(title)
+        return rest.lstrip() if not first and space and (not rest or rest[0].isspace()) else text
 
     def _count(self) -> None:
         if self._state == "thinking":
@@ -198,6 +211,9 @@ class ThoughtSplitter:
     def _thought(self) -> tuple[str, bool]:
         """What may be shown of the thought, and whether it is over."""
         text = self._buffer if self._space else self._buffer.lstrip()
+        if self._title and self._title.startswith(text):
+            return "", False
+        text = self._untitled(text)
         found = min(((at, mark) for mark in self._ends if (at := text.find(mark)) >= 0), default=None)
         if found is not None:
             at, mark = found

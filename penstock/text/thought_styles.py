@@ -22,6 +22,7 @@ StyleName = Literal[
     "kimi",
     "cohere",
     "solar_open",
+    "gemma4",
     "gpt_oss",
 ]
 ReasoningSetting = StyleName | Literal["auto", "off"]
@@ -36,6 +37,8 @@ class ThoughtStyle:
     end: tuple[str, ...]
     begun: bool = False
     """An answer begins with the thought, also where neither it nor the prompt shows the beginning."""
+    title: str = ""
+    """What a thought begins with that is no part of it."""
     header: str = ""
     """What the model writes between a thought and the answer where these are messages of their own."""
     stops: tuple[str, ...] = ()
@@ -90,6 +93,7 @@ STYLES: dict[StyleName, ThoughtStyle] = {
             before_end="",
             after_end="<|begin|>assistant",
         ),
+        ThoughtStyle("gemma4", ("<|channel>",), ("<channel|>",), title="thought", after_end=""),
         ThoughtStyle("gpt_oss", ("<|channel|>analysis<|message|>",), ("<|end|>",), before_end="", after_end=""),
     )
 }

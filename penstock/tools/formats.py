@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, SOLAR_OPEN, CallMarks
+from penstock.tools.quoted_calls import QUOTE
 from penstock.tools.xml_calls import DSML_TAGS, FUNCTION_TAGS, INVOKE_TAGS, Tags
 
 FormatName = Literal[
     "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
     "lfm2", "hunyuan", "nemotron", "olmo3", "functools", "xlam", "glm4", "solar_open",
+    "gemma4",
 ]  # fmt: skip
 ToolFormatSetting = FormatName | Literal["auto"]
 
@@ -58,7 +60,7 @@ class ToolFormat:
     """Other texts that the model writes in place of the opener."""
     name_key: str = "name"
     """The key of the name when writing; both names are accepted when reading."""
-    syntax: Literal["json", "python", "tags"] = "json"
+    syntax: Literal["json", "python", "tags", "quoted"] = "json"
     """What calls may be besides JSON."""
     marks: CallMarks | None = None
     """Of a format with marks around names and arguments; its calls are never an object with both."""
@@ -103,6 +105,8 @@ class ToolFormat:
             return (self.closer, self.marks.begin, self.marks.end, *self.marks.inner)
         if self.tags is not None:
             return (self.closer, *self.tags.inner)
+        if self.syntax == "quoted":
+            return (self.closer, QUOTE)
         return (self.closer,) if self.syntax == "python" and not self.bare else ()
 
 
@@ -131,6 +135,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ),
         ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", listed=True, syntax="python"),
         ToolFormat("olmo3", "<function_calls>", "</function_calls>", between="\n", syntax="python"),
+        ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", between="", syntax="quoted"),
         ToolFormat("glm45", "<tool_call>", "</tool_call>", after="\n", between="\n", syntax="tags"),
         ToolFormat(
             "cohere", "<|START_ACTION|>", "<|END_ACTION|>", listed=True, arguments="parameters", name_key="tool_name"
@@ -200,6 +205,8 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["mistral"]
     if "<|tool_call_start|>" in template or "<|tool_list_start|>" in template:
         return FORMATS["lfm2"]
+    if "<|tool_call>" in template:
+        return FORMATS["gemma4"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
     if "｜DSML｜" in template and ("function_calls" in template or "tool_calls>" in template):

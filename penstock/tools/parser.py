@@ -16,6 +16,7 @@ from penstock.tools.argument_values import Schemas
 from penstock.tools.events import CallEnd, Event, Text
 from penstock.tools.formats import ToolFormat
 from penstock.tools.marked_calls import MarkedScanner
+from penstock.tools.quoted_calls import QuotedScanner
 from penstock.tools.scanner import CallScanner, Malformed, overlap
 from penstock.tools.written_calls import PythonScanner, TagScanner
 from penstock.tools.xml_calls import XmlScanner
@@ -61,7 +62,9 @@ class ToolCallParser:
         """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
         """The parsed part of a value without a call so far; becomes text if it contains none."""
-        self._scanner: CallScanner | PythonScanner | TagScanner | MarkedScanner | XmlScanner | None = None
+        self._scanner: CallScanner | PythonScanner | TagScanner | QuotedScanner | MarkedScanner | XmlScanner | None = (
+            None
+        )
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._start if form.bare else self._text
 
@@ -169,6 +172,8 @@ class ToolCallParser:
             self._scanner = PythonScanner(names, self.calls, self._report, closer)
         elif syntax == "tags":
             self._scanner = TagScanner(names, self.calls, self._report, form.closer, self._schemas)
+        elif syntax == "quoted":
+            self._scanner = QuotedScanner(names, self.calls, self._report, form.closer, self._schemas)
         elif form.marks is not None:
             self._scanner = MarkedScanner(names, self.calls, self._report, form.marks, form.closer)
         elif form.tags is not None:

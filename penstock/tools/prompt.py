@@ -16,6 +16,7 @@ from penstock.protocol.json_limits import excess
 from penstock.text.guard import Marked
 from penstock.text.template_calls import OBJECTS, CallStyle
 from penstock.tools.formats import ToolFormat
+from penstock.tools.quoted_calls import quoted_call
 from penstock.tools.toolbox import Tool
 
 Message = dict[str, Any]
@@ -162,6 +163,10 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     if form.syntax == "python" and not form.bare and (python := _in_python(calls)) is not None:
         begin, end = "[]" if form.listed else ("", "")
         return f"{form.opener}{begin}{form.between.join(python)}{end}{form.closer}"
+    if form.syntax == "quoted":
+        functions = (call["function"] for call in calls)
+        quoted = [quoted_call(function["name"], _parsed(function["arguments"])) for function in functions]
+        return form.between.join(f"{form.opener}{call}{form.closer}" for call in quoted)
     if form.name_first:
         return form.between.join(f"{call['function']['name']}\n{_said(call)}" for call in calls)
     bodies = []

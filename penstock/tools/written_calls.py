@@ -46,8 +46,8 @@ _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_val
 _NAME = re.compile(r"\s*([^<>{}\[\]\"'\s]+)\s*(?=<arg_key>|$)")
 
 
-class _Scanner:
-    """What both share: the text so far, and how calls are reported."""
+class WholeScanner:
+    """What scanners of whole calls share: the text so far, and how calls are reported."""
 
     def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None]) -> None:
         self.done = False
@@ -65,7 +65,7 @@ class _Scanner:
         self.index += 1
 
 
-class PythonScanner(_Scanner):
+class PythonScanner(WholeScanner):
     """Calls with keyword arguments that are literals: a list, or, where they end with a `closer`, which is read
     too, one in a line."""
 
@@ -138,7 +138,7 @@ class PythonScanner(_Scanner):
                 return self._at
 
 
-class TagScanner(_Scanner):
+class TagScanner(WholeScanner):
     """A name, then keys and values in tags, up to the closer, which is read too; or JSON in their place."""
 
     def __init__(

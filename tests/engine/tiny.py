@@ -15,6 +15,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+# The reference has its decoders, and knows them only inside of models that also take images.
+AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -59,6 +62,8 @@ DEEPSEEK_ROPE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
     "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+MISTRAL4_ROPE = {**DEEPSEEK_ROPE, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.7}
+MISTRAL4: dict[str, Any] = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 DSA: dict[str, Any] = {**DEEPSEEK, "index_topk": 24, "index_head_dim": 12, "index_n_heads": 16}
 V4_MIXERS = ("compressed_sparse_attention", "heavily_compressed_attention")
@@ -130,6 +135,17 @@ CONV = "conv"
 LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV]}
 LFM2_MOE: dict[str, Any] = {
     **LFM2, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
+}  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "num_hidden_layers": 4,
+    "layer_types": [SLIDING, SLIDING, FULL, FULL], "hidden_size_per_layer_input": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
+GEMMA4_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 6, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL], "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 199, "use_double_wide_mlp": True,
 }  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
@@ -426,6 +442,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "gemma4": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-experts": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_MOE, "final_logit_softcapping": 8.0}),
+    "gemma4-small": ("Gemma4TextConfig", {**GEMMA4, **GEMMA4_SMALL}),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", {**GEMMA4, "attention_bias": True, "tie_word_embeddings": True}),
+    "mistral4": ("Mistral4Config", {**MISTRAL4, "rope_parameters": MISTRAL4_ROPE}),
+    "mistral4-halves": (
+        "Mistral4Config",
+        {
+            **MISTRAL4,
+            "rope_parameters": {**MISTRAL4_ROPE, "mscale_all_dim": 0.0},
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "glm": ("GlmConfig", {"head_dim": 32, "attention_bias": True}),
     "glm-unbiased": ("GlmConfig", {"head_dim": 16, "attention_bias": False, "rope_parameters": THREE_QUARTERS}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
@@ -565,7 +600,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(0, 0.4)
             elif key.endswith("sinks"):
                 parameter.normal_(0, 2)
-            elif "norm" in key:
+            elif "norm" in key or key.endswith(("router.scale", "per_expert_scale")):
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
@@ -576,6 +611,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
         for key, buffer in model.named_buffers():
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
+            elif key.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.2)
             elif key.endswith("tid2eid"):
                 choices = torch.rand(len(buffer), config.n_routed_experts)
                 buffer.copy_(choices.topk(buffer.shape[1]).indices)

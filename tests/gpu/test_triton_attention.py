@@ -128,6 +128,16 @@ def test_prefill_attention() -> None:
             run_case(f"prefill {heads}/{kv_heads}x{dim} {dtype}", case)
 
 
+def test_heads_of_512() -> None:
+    """Gemma 4's, in layers that see everything."""
+    for dtype in DTYPES[:1] + DTYPES[2:]:
+        for heads, kv_heads in ((4, 2),) if QUICK else ((32, 4), (8, 1)):
+            of = layout(heads, kv_heads, 512)
+            run_case(f"decode {heads}/{kv_heads}x512 {dtype}", build([1, 1], [5, 90], of, dtype))
+            queries, contexts = ([2, 19], [22, 19]) if QUICK else ([2, 130, 64], [500, 130, 164])
+            run_case(f"prefill {heads}/{kv_heads}x512 {dtype}", build(queries, contexts, of, dtype))
+
+
 def test_prefill_on_hopper() -> None:
     """Chunks that end inside a block, a tile or exactly at its edge, over poisoned slots; groups that do not divide."""
     if QUICK:  # the interpreter does not know Gluon

@@ -137,6 +137,47 @@ def test_rope_and_cache() -> None:
                 check_equal(f"{name}: other slots", b, a)
 
 
+def test_normed_values_and_what_rows_have_not() -> None:
+    """Gemma 4: values are normalized, may be keys as they are projected, and some rows are queries alone."""
+    for heads, kv_heads, dim in SHAPES[:1] if QUICK else (*SHAPES, (8, 2, 512)):
+        for dtype, kv_dtype in (
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, INT8),
+        ):
+            for shared in ("", "values", "both"):
+                of = dataclasses.replace(layout(heads, kv_heads, dim), normed_values=True, shared=shared)
+                case = build([1, 1, 5, 9], [30, 1, 20, 9], of, dtype, kv_dtype)
+                qkv, cos_sin = rand(case.q.shape[0], of.rows * dim, dtype=dtype), rand(64, dim)
+                norms = (rand(dim, dtype=dtype), rand(dim, dtype=dtype))
+                before = case.k_cache.clone(), case.v_cache.clone()
+                with poisoned_outputs():
+                    q = ops.rope_and_cache(
+                        qkv.clone(), of, cos_sin, case.batch, case.k_cache, case.v_cache, norms[0],
+                        None if shared == "both" else norms[1], 1e-6, case.scales,
+                    )  # fmt: skip
+                if MODE == "compile":
+                    continue
+                own = qkv.view(len(qkv), of.rows, dim)
+                keys = own[:, heads : heads + kv_heads] if shared != "both" else own[:, :kv_heads]
+                values = keys if shared else own[:, heads + kv_heads :]
+                rows = torch.cat((own[:, :heads], keys, values), 1).flatten(1)
+                want_q, want_k, want_v = rope64(case, rows, cos_sin, norms, 1e-6)
+                want_v = want_v * torch.rsqrt(want_v.pow(2).mean(-1, keepdim=True) + 1e-6)
+                name = f"rope {heads}/{kv_heads}x{dim} {dtype} {kv_dtype} shared={shared}"
+                check(f"{name} q", q, want_q)
+                if shared == "both":
+                    for cache, was in zip((case.k_cache, case.v_cache), before, strict=True):
+                        check_equal(f"{name}: nothing stored", cache.view(torch.uint8), was.view(torch.uint8))
+                    continue
+                block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
+                limit = {INT8: 2.5e-2}.get(kv_dtype, TOLERANCE[dtype])
+                for kind, cache, want, scale in zip(
+                    "kv", (case.k_cache, case.v_cache), (want_k, want_v), case.scales or (None, None), strict=True
+                ):
+                    check(f"{name} {kind}", widened(cache, scale)[block, :, offset], want, limit)
+
+
 def test_neighbouring_pairs_and_layer_norms() -> None:
     for heads, kv_heads, dim in SHAPES[:1] if QUICK else SHAPES:
         for dtype in (torch.bfloat16, torch.float32):

@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
 
 OVER_LATENTS = (
     "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "minicpm3",
-    "youtu",
+    "youtu", "mistral4",
 )  # fmt: skip
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -92,6 +92,10 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("deepseek_v32", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
         of("glm_moe_dsa", **LATENT, **INDEX, n_group=1, topk_group=1, indexer_types=["full", "full", "shared"]),
         of("glm4_moe_lite", **LATENT, q_lora_rank=24),
+        of("mistral4", **LATENT, q_lora_rank=24),
+        of("gemma4_text", enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24),
+        of("gemma4_text", num_kv_shared_layers=1, num_hidden_layers=8, use_double_wide_mlp=True, attention_bias=True),
+        of("gemma4_unified_text", attention_k_eq_v=True, num_global_key_value_heads=1),
         of("axk1", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
         of("minicpm3", **LATENT, q_lora_rank=24, mlp_bias=True),
         of("youtu", **LATENT, q_lora_rank=None, attention_bias=True),

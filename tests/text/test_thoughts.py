@@ -70,6 +70,12 @@ CASES: list[tuple[StyleName, State, str, str, str]] = [
     ("hunyuan", "thinking", "a</think> <ans", "a", "<ans"),
     ("mistral", "before", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ("seed_oss", "before", "<seed:think>Hm.</seed:think>Yes.", "Hm.", "Yes."),
+    ("gemma4", "before", "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", "before", "<|channel>thoughtful\n<channel|>Yes.", "thoughtful", "Yes."),
+    ("gemma4", "before", "<|channel>thought\n<channel|>Yes.", "", "Yes."),
+    ("gemma4", "before", "<|channel>thou", "thou", ""),
+    ("gemma4", "thinking", "thought is free.<channel|>Yes.", "thought is free.", "Yes."),
+    ("gemma4", "before", "Yes.", "", "Yes."),
     ("kimi", "before", "◁think▷Hm.◁/think▷Yes.", "Hm.", "Yes."),
     (
         "solar_open",
@@ -156,6 +162,9 @@ def test_what_the_prompt_leaves(tmp_path: Path) -> None:
     assert state("<|assistant|><think>\n\n</think>\n\n") == "answer"
     assert state("<|user|>what is <think>?<|end|><|assistant|>") == "before"
     assert state("<|assistant|>", "deepseek_r1") == "thinking"
+    assert state("<|turn>model\n<|channel>thought\n", "gemma4") == "thinking"
+    assert state("<|turn>model\n<|channel>thought\n<channel|>", "gemma4") == "answer"
+    assert state("<|turn>model\n", "gemma4") == "before"
     assert continued_state(STYLES["think"], "<think>Hm", "before") == "thinking"
     assert continued_state(STYLES["think"], "<think>Hm</think>Y", "before") == "answer"
     assert continued_state(STYLES["think"], "Y", "before") == "answer"
@@ -172,6 +181,7 @@ def test_the_template_tells_the_style() -> None:
         ("<seed:think>", "seed_oss"),
         ("◁think▷", "kimi"),
         ("<|START_THINKING|>", "cohere"),
+        ("'<|turn>model\\n' '<|channel>thought\\n<channel|>' '<|think|>'", "gemma4"),
         ("after 'Here is my thought process:' write", "granite"),
         ("between <think></think> and <response></response>", "granite33"),
         ("<think></think> and <answer></answer>", "hunyuan"),

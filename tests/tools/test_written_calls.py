@@ -1,4 +1,5 @@
-"""Calls that are not JSON: Python (Llama 4, LFM2, OLMo 3) and tags (GLM-4.5); and formats that differ in what stands
+"""Calls that are not JSON: Python (Llama 4, LFM2, OLMo 3), tags (GLM-4.5), keys and values with quotes of their own
+(Gemma 4); and formats that differ in what stands
 around JSON: Command-R, EXAONE 4, Hunyuan, Nemotron, Phi-4-mini, xLAM, GLM-4."""
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ GLM = """Let me see.
 </tool_call>
 <tool_call>now
 </tool_call>"""
+GEMMA = (
+    'I look.<|tool_call>call:get_weather{city:<|"|>a "b" <tool_call|>}, é<|"|>,days:-3,more:{on:true,'
+    'of:[<|"|>x<|"|>,2.5,null,[]]}}<tool_call|><|tool_call>call:now{}<tool_call|>'
+)
 CASES: list[tuple[FormatName, str, str, list[tuple[str, dict[str, object]]]]] = [
     (
         "glm45",
@@ -47,6 +52,27 @@ CASES: list[tuple[FormatName, str, str, list[tuple[str, dict[str, object]]]]] = 
             ("now", {}),
         ],
     ),
+    (
+        "gemma4",
+        GEMMA,
+        "I look.",
+        [
+            (
+                "get_weather",
+                {"city": 'a "b" <tool_call|>}, é', "days": -3, "more": {"on": True, "of": ["x", 2.5, None, []]}},
+            ),
+            ("now", {}),
+        ],
+    ),
+    ("gemma4", '<|tool_call>{"name": "now", "arguments": {"a": 1}}<tool_call|>', "", [("now", {"a": 1})]),
+    ("gemma4", "<|tool_call>call:db.find{ q : 12 , <|\"|>a b<|\"|>: word }<tool_call|>So.", "So.",
+     [("db.find", {"q": 12, "a b": "word"})]),
+    ("gemma4", "<|tool_call>call:get_weather{city:7}<tool_call|>", "", [("get_weather", {"city": "7"})]),
+    ("gemma4", "<|tool_call>call:other{}<tool_call|> text", "<|tool_call>call:other{}<tool_call|> text", []),
+    ("gemma4", "<|tool_call>call:now{a:}<tool_call|>", "<|tool_call>call:now{a:}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:now{a:1]<tool_call|>", "<|tool_call>call:now{a:1]<tool_call|>", []),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>1', '<|tool_call>call:now{a:<|"|>1', []),
+    ("gemma4", "<|tool_call> is a mark", "<|tool_call> is a mark", []),
     ("glm45", '<tool_call>get_weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>', "",
      [("get_weather", {"city": "7"})]),
     ("glm45", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "", [("now", {})]),
@@ -180,6 +206,8 @@ def test_templates_say_which_format_it_is() -> None:
     assert detect("<|header_start|>assistant<|header_end|>").name == "pythonic"
     assert detect("List of tools: <|tool_list_start|>[").name == detect("List of tools: [").name == "lfm2"
     assert detect("<|start_header_id|> <|python_tag|>").name == "llama3"
+    assert detect("'<|tool_call>call:' + name + '{'").name == "gemma4"
+    assert detect("<|tool_call|>").name == "granite"
     assert detect("write [func_name1(params_name1=params_value1), func_name2(params)]").name == "pythonic"
     assert detect("within <function_calls></function_calls>").name == "olmo3"
     assert detect("format <tool_calls>[{...}]</tool_calls>").name == "hunyuan"
@@ -205,7 +233,7 @@ def test_a_huge_or_deep_list_is_text() -> None:
     assert parse("pythonic", long).text == long
 
 
-@pytest.mark.parametrize("name", ["glm45", "pythonic", "cohere", "command_r", "olmo3", "glm4"])
+@pytest.mark.parametrize("name", ["glm45", "pythonic", "cohere", "command_r", "olmo3", "glm4", "gemma4"])
 def test_what_a_grammar_holds_can_be_read(name: FormatName) -> None:
     """Forced calls are JSON in any format: what the history writes is what the parser reads."""
     from penstock.tools.prompt import written

@@ -27,7 +27,14 @@ from penstock.engine.adapters.layout import (
     PlacedSite,
 )
 from penstock.engine.backends.interface import Ops
-from penstock.engine.models.layers.experts import ExpertSlots, ExpertSource, NarrowExperts, Router, SharedAndRouted
+from penstock.engine.models.layers.experts import (
+    ApartExperts,
+    ExpertSlots,
+    ExpertSource,
+    NarrowExperts,
+    Router,
+    SharedAndRouted,
+)
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
@@ -142,16 +149,19 @@ def adapt_experts(
         site = placed.get(attribute)
         return base if site is None else AdaptedLinear(base, kernel, site)
 
-    if isinstance(feed_forward, SharedAndRouted):
-        shared = feed_forward.shared
+    if isinstance(feed_forward, SharedAndRouted | ApartExperts):
+        shared = dataclasses.replace(
+            feed_forward.shared,
+            ops=ops,
+            gate_up=linear(feed_forward.shared.gate_up, f"{SHARED}gate_up"),
+            down=linear(feed_forward.shared.down, f"{SHARED}down"),
+        )
+        routed = adapt_experts(feed_forward.routed, kernel, placed, ops)
+        if isinstance(feed_forward, ApartExperts):
+            return dataclasses.replace(feed_forward, routed=routed, shared=shared)
         return SharedAndRouted(
-            routed=adapt_experts(feed_forward.routed, kernel, placed, ops),
-            shared=dataclasses.replace(
-                shared,
-                ops=ops,
-                gate_up=linear(shared.gate_up, f"{SHARED}gate_up"),
-                down=linear(shared.down, f"{SHARED}down"),
-            ),
+            routed=routed,
+            shared=shared,
             gate=None if feed_forward.gate is None else linear(feed_forward.gate, SHARED_GATE),
             sigmoid=feed_forward.sigmoid,
         )
@@ -165,6 +175,5 @@ def adapt_experts(
     router: Router = base.router
     base = dataclasses.replace(base, router=dataclasses.replace(router, linear=linear(router.linear, ROUTER)))
     if EXPERT_GATE_UP not in placed:
-        routed: FeedForward = base
-        return routed
+        return base  # type: ignore[no-any-return]
     return AdaptedExperts(base, kernel, placed[EXPERT_GATE_UP], placed[EXPERT_DOWN])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -276,6 +277,8 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
 
 
 def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
+    if config.layer_heads:
+        return _sites_by_heads(config)
     hidden, q_size, kv_size = (
         config.hidden_size,
         config.num_heads * config.head_dim,
@@ -324,6 +327,24 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
     )
 
 
+def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
+    """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind, in one order
+    for the whole model and for any stage of it, which may have no layer of a kind."""
+    names, hidden, every = family_of(config.family).names, config.hidden_size, range(config.num_layers)
+    kinds = [(config.windows[layer] is None, config.source_of(layer) != layer) for layer in every]
+    sites: list[Site] = []
+    for kind in product((False, True), (False, True) if config.key_sources else (False,)):
+        found = next((layer for layer in every if kinds[layer] == kind), 0)
+        (kv_heads, dim), shared = config.heads_in(found), config.shares(found)
+        queries, keys = config.num_heads * dim, kv_heads * dim
+        parts = {"": 3, "values": 2, "both": 1}[shared]
+        modules = tuple(names.attention + part for part in names.qkv)[:parts]
+        of: dict[str, Any] = {"of_attention": True, "layers": tuple(own == kind for own in kinds)}
+        sites.append(Site("qkv", modules, (queries, keys, keys)[:parts], hidden, **of))
+        sites.append(Site("output", (names.attention + names.output,), (hidden,), queries, **of))
+    return tuple(sites)
+
+
 def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
     latent = config.latent
     if latent is None or not experts:
@@ -359,6 +380,12 @@ def _delta_sites(delta: DeltaConfig, hidden: int) -> tuple[Site, ...]:
 
 def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     moe, names = config.moe, family_of(config.family).names
+    if config.ffn_sizes:
+        sites: list[Site] = []
+        for width in dict.fromkeys(config.ffn_sizes):
+            own = tuple(width == each for each in config.ffn_sizes)
+            sites += _gated(config, "", names.mlp, width, layers=own)
+        return tuple(sites)
     layers = None if moe is None else tuple(not has_experts for has_experts in moe.layers)
     if config.only:
         dense = (True,) * config.num_layers if layers is None else layers

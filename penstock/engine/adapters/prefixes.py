@@ -46,6 +46,8 @@ def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPr
     """This process's part of what a file has."""
     layout = cut.whole
     index = _site(cut)
+    if sum(site.attribute == _QKV for site in layout.sites) > 1:
+        raise CheckpointError("prefix tuning needs a model whose layers all have heads of one number and size")
     if index is None or any(site.of_recurrent or site.attribute == DELTA_MIX for site in layout.sites):
         raise CheckpointError(
             "prefix tuning needs a model whose layers all have attention over keys and values; PEFT cannot run it on "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kv.kinds import CacheKind, CacheTensors, PagedKV, PagedRows
+from penstock.engine.kv.kinds import CacheKind, CacheTensors, OfLayer, PagedKV, PagedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class CacheShape:
         return self.state_bytes == 0
 
     def __str__(self) -> str:
-        layers = ", ".join(f"{count} layers of {kind}" for kind, count in Counter(self.kinds).items())
+        kept = (kind for kind in self.kinds if not isinstance(kind, OfLayer))
+        layers = ", ".join(f"{count} layers of {kind}" for kind, count in Counter(kept).items())
         return f"{layers}, {self.block_size} tokens in a block"
 
 
@@ -68,6 +69,9 @@ class KVCache:
             layers[kind] = iter(allocated.layers)
         self.layers: list[Any] = [next(layers[kind]) for kind in shape.kinds]
         """By layer of the decoder: what its mixer is called with."""
+        for index, kind in enumerate(shape.kinds):
+            if isinstance(kind, OfLayer):
+                self.layers[index] = self.layers[kind.layer]
 
     @property
     def block_size(self) -> int:

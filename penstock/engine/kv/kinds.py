@@ -6,7 +6,7 @@ before it exists, and allocates the tensors. `PagedKV`: keys and values in block
 `PagedEntries`: one vector for every few tokens.
 `RecurrentState`, `ConvolutionState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also
 hold the states that were kept at the ends of blocks (`kv.states`). `StateTensors`: the same, of any shapes.
-`NothingKept`: of a layer that is a feed-forward alone.
+`NothingKept`: of a layer that is a feed-forward alone. `OfLayer`: of one that shares the cache of another.
 """
 
 from __future__ import annotations
@@ -208,6 +208,27 @@ class NothingKept:
 
     def __str__(self) -> str:
         return "nothing"
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        return CacheTensors([None] * layers)
+
+
+@dataclass(frozen=True, slots=True)
+class OfLayer:
+    """Of a layer that is called with the cache of another one, before it."""
+
+    layer: int
+
+    def __str__(self) -> str:
+        return f"what layer {self.layer} keeps"
 
     @property
     def block_bytes(self) -> int:

@@ -148,6 +148,9 @@ class ShapeReader(WeightReader):
             self.tables.add(name)
         return torch.empty(shape, device="meta")
 
+    def as_stored(self, name: str, *shape: int) -> Tensor:
+        return self.get(name, *shape)
+
     def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.get(name, size)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class LayerContext:
     """Norms and activations inside the layer: the backend's own, or those that hand FP8 to FP8 linears."""
     fp8_cache: bool
 
+    def beginning(self, layer: int) -> str:
+        """What `prefix` is of another layer."""
+        return f"{self.prefix.removesuffix(f'{self.index}.')}{layer}."
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -37,3 +42,5 @@ class Architecture:
 
     decoder: type[Decoder]
     compose_layer: Callable[[LayerContext], DecoderLayer]
+    further: Callable[[WeightReader, ModelConfig, str], Mapping[str, Any]] | None = None
+    """What the decoder has beside embedding, layers and head, given what names begin with."""

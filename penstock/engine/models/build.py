@@ -81,10 +81,12 @@ def compose_decoder(
     )
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
-    ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
+    kinds = [(rope, config.rotary_dim(index)) for index, rope in enumerate(config.ropes)]
+    tables = {kind: cos_sin_table(*kind, max_positions, backend.device) for kind in dict.fromkeys(kinds)}
     head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
     head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
     final_norm, final_norm_bias = read.layer_norm(prefix, family.names.final_norm, hidden, config.norm_bias)
+    further = {} if architecture.further is None else architecture.further(read, config, prefix)
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:
         fused = min(fused_up_to, most_fused(config, layers))
@@ -101,17 +103,18 @@ def compose_decoder(
             max_positions=max_positions,
             fused_up_to=fused,
             chains=alone,
+            **further,
         )
 
     layers: list[DecoderLayer] = []
-    for index, rope in enumerate(config.ropes):
+    for index, kind in enumerate(kinds):
         context = LayerContext(
             read=read,
             config=config,
             names=family.names,
             index=index,
             prefix=f"{prefix}layers.{index}.",
-            cos_sin=ropes[rope],
+            cos_sin=tables[kind],
             inner=inner or backend.ops,
             fp8_cache=fp8_cache,
         )
@@ -175,7 +178,7 @@ def compose_one(
         names=family.names,
         index=0,
         prefix=prefix,
-        cos_sin=cos_sin_table(config.ropes[0], config.rotary_dim, max_positions, backend.device),
+        cos_sin=cos_sin_table(config.ropes[0], config.rotary_dim(0), max_positions, backend.device),
         inner=inner or backend.ops,
         fp8_cache=False,
     )

@@ -11,6 +11,7 @@ from penstock.engine.models.layers.composed import StackedLinear
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
 from penstock.errors import CheckpointError
 
@@ -49,7 +50,7 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         scale=config.attention_scale,
         interleaved=latent.interleaved,
     )
-    queries, index = heads * layout.query, latent.index
+    queries, index, growth = heads * layout.query, latent.index, config.query_growth
 
     def inputs() -> Linear:
         kv = {LATENT: layout.cached}
@@ -79,6 +80,7 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         cos_sin=context.cos_sin,
         query_norm=None if narrow is None else read.norm(prefix + QUERY_NORM, narrow),
         query_up=None if narrow is None else read.linear(prefix, {QUERY_UP: queries}, narrow),
+        query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         cache_scale=read.kv_scales(prefix, 1)[0] if context.fp8_cache else None,
         most=None if index is None else index.most,
         indexer=None if index is None or not index.layers[context.index] else compose_indexer(context, prefix),

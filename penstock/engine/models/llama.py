@@ -118,19 +118,20 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
 
 
 def compose_attention(context: LayerContext) -> Attention:
-    read, config, names, dim = context.read, context.config, context.names, context.config.head_dim
+    read, config, names = context.read, context.config, context.names
+    kv_heads, dim = config.heads_in(context.index)
+    shared, source = config.shares(context.index), config.source_of(context.index)
     prefix, hidden = context.prefix + names.attention, config.hidden_size
-    q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-    q_gains, k_gains = (
-        ((config.num_heads, dim), (config.num_kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
-    )
+    q_size, kv_size = config.num_heads * dim, kv_heads * dim
+    q_gains, k_gains = ((config.num_heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
     plain_norms = config.rotated_qk_norm or (config.unweighted_qk_norm and not unrotated)
     ones = read.ones(dim) if plain_norms else None
     growth = config.query_growth
     if growth is not None and not growth.everywhere and not unrotated:
         growth = None
-    qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
+    parts = list(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
+    qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[shared]])
     q_norm, k_norm = (prefix + name for name in names.head_norms)
     make: Callable[..., Attention] = Attention
     if config.output_gate:
@@ -142,7 +143,7 @@ def compose_attention(context: LayerContext) -> Attention:
         output=read.linear(prefix, {names.output: hidden}, q_size, config.output_bias),
         heads=HeadLayout(
             heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
+            kv_heads=kv_heads,
             head_dim=dim,
             scale=config.attention_scale,
             window=config.windows[context.index],
@@ -150,54 +151,87 @@ def compose_attention(context: LayerContext) -> Attention:
             softcap=config.attention_softcap,
             interleaved=config.interleaved_rope,
             centred_norms=config.qk_layer_norm,
+            normed_values=config.normed_values,
+            shared=shared,
         ),
         cos_sin=context.cos_sin,
         q_norm=read.norm(q_norm, *q_gains) if config.qk_norm else ones,
-        k_norm=read.norm(k_norm, *k_gains) if config.qk_norm else ones,
+        k_norm=read.norm(k_norm, *k_gains) if config.qk_norm and shared != "both" else ones,
         row_norms=RowNorms(read.norm(q_norm, q_size), read.norm(k_norm, kv_size)) if config.row_norms else None,
         query_gains=read.norm(q_norm, dim).float() * read.norm(k_norm, dim).float() if config.rotated_qk_norm else None,
         eps=config.rms_eps,
-        kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
+        kv_scales=read.kv_scales(f"{context.beginning(source)}{names.attention}", kv_heads)
+        if context.fp8_cache
+        else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
+        source=None if source == context.index else source,
     )
 
 
 def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:
     """Dense, or of experts where the configuration says so. `tokens`: those of a step, where experts are chosen by
     them."""
-    read, config, names, moe = context.read, context.config, context.names, context.config.moe
-    hidden, backend = config.hidden_size, context.read.backend
-
-    def gated(
-        read: WeightReader,
-        prefix: str,
-        gate_up: tuple[str, str],
-        down: str,
-        ffn: int,
-        bias: bool,
-        ops: ActivationOps,
-        fused: str = names.fused_gate_up,
-        outer: int = hidden,
-    ) -> GatedMlp:
-        activation = config.activation
-        if isinstance(activation, Xielu):
-            activation = _xielu(read, f"{prefix}act_fn.", activation)
-        parts = dict.fromkeys(gate_up if has_gate(activation) else gate_up[1:], ffn)
-        return GatedMlp(
-            ops=ops,
-            activation=activation,
-            gate_up=read.linear(prefix, parts, outer, bias, fused),
-            down=read.linear(prefix, {down: outer}, ffn, bias),
-        )
-
+    config, names, moe = context.config, context.names, context.config.moe
     if moe is None or not moe.layers[context.index]:
-        at, bias = context.prefix + names.mlp, config.mlp_bias
-        mlp = gated(read, at, names.gate_up, names.down, config.ffn_size, bias, context.inner)
+        mlp = compose_mlp(context, names.mlp, config.ffn_in(context.index), context.inner)
         if config.mlp_scales == (1.0, 1.0):
             return mlp
         return ScaledMlp(mlp.ops, mlp.activation, mlp.gate_up, mlp.down, *config.mlp_scales)
+    routed = compose_routed(context, tokens)
+    if not moe.shared_ffn_size:
+        return routed
+    read, backend = context.read, context.read.backend
+    gate = f"{context.prefix}{names.moe}"
+    shared = compose_mlp(context, names.moe + names.shared_expert, moe.shared_ffn_size, backend.ops)
+    if moe.shared_scale != 1.0:
+        shared = ScaledMlp(shared.ops, shared.activation, shared.gate_up, shared.down, 1.0, moe.shared_scale)
+    return backend.with_shared(
+        routed=routed,
+        shared=shared,
+        gate=read.dense().linear(gate, {names.shared_gate: 1}, config.hidden_size) if moe.shared_gate else None,
+    )
+
+
+def compose_mlp(context: LayerContext, at: str, ffn: int, ops: ActivationOps) -> GatedMlp:
+    """One that every token visits; `at`: what its names begin with."""
+    names, bias = context.names, context.config.mlp_bias
+    return _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+
+
+def _gated(
+    context: LayerContext,
+    read: WeightReader,
+    prefix: str,
+    matrices: tuple[str, str, str],
+    ffn: int,
+    bias: bool,
+    ops: ActivationOps,
+    *,
+    fused: str | None = None,
+    outer: int = 0,
+) -> GatedMlp:
+    """`matrices`: gate, up, down; `fused`: the first two, where they are stored as one. `outer`: numbers that are read
+    and given, where they are not those of a token."""
+    config, (gate, up, down), activation = context.config, matrices, context.config.activation
+    outer, fused = outer or config.hidden_size, context.names.fused_gate_up if fused is None else fused
+    if isinstance(activation, Xielu):
+        activation = _xielu(read, f"{prefix}act_fn.", activation)
+    parts = dict.fromkeys((gate, up) if has_gate(activation) else (up,), ffn)
+    return GatedMlp(
+        ops=ops,
+        activation=activation,
+        gate_up=read.linear(prefix, parts, outer, bias, fused),
+        down=read.linear(prefix, {down: outer}, ffn, bias),
+    )
+
+
+def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:
+    """The experts of which a token visits a few. `tokens`: see `compose_feed_forward`."""
+    read, config, names, moe = context.read, context.config, context.names, context.config.moe
+    assert moe is not None
+    hidden, backend = config.hidden_size, context.read.backend
     block, ffn = context.prefix + names.moe, moe.ffn_size
     corrected, hashed = f"{block}{names.correction_bias}", bool(moe.hashed) and moe.hashed[context.index]
     router = Router(
@@ -213,6 +247,7 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         sigmoid=backend.ops.sigmoid,
+        gains=read.row(f"{block}{names.expert_gains}", moe.experts, torch.float32) if moe.expert_gains else None,
         sqrt_softplus=backend.ops.sqrt_softplus,
         table=_expert_table(read, f"{block}{HASHED}", config.vocab_size, moe) if hashed else None,
         tokens=tokens or StepTokens(),
@@ -222,9 +257,9 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
-            at, bias = f"{block}experts.{index}.", moe.expert_bias
+            at, matrices = f"{block}experts.{index}.", (*names.expert_gate_up, names.expert_down)
             outer = moe.latent or hidden
-            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops, fused, outer)
+            return _gated(context, read, at, matrices, ffn, moe.expert_bias, backend.ops, fused=fused, outer=outer)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]
@@ -239,17 +274,7 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
             into=read.linear(block, {into: moe.latent}, hidden, config.mlp_bias),
             out=read.linear(block, {out: hidden}, moe.latent, config.mlp_bias),
         )
-    if not moe.shared_ffn_size:
-        return routed
-    at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
-    shared = gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops)
-    if moe.shared_scale != 1.0:
-        shared = ScaledMlp(shared.ops, shared.activation, shared.gate_up, shared.down, 1.0, moe.shared_scale)
-    return backend.with_shared(
-        routed=routed,
-        shared=shared,
-        gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
-    )
+    return routed
 
 
 def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:

@@ -12,6 +12,8 @@ from penstock.errors import CheckpointError
 if TYPE_CHECKING:
     from penstock.engine.backends.interface import Activation
 
+Shared = Literal["", "values", "both"]
+
 LayerTable = tuple[tuple[int, ...], ...]
 """Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
 
@@ -67,6 +69,8 @@ class MoeConfig:
     correction."""
     latent: int = 0
     """Numbers of a token that the experts read and give, between two matrices; 0: all of them."""
+    expert_gains: bool = False
+    """Whether each expert has a stored factor of its weights, after they were scaled."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -233,6 +237,16 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What every layer is told of a token itself: a vector of each layer's own, from a table and from the embedding."""
+
+    size: int
+    """Of one layer's."""
+    vocab: int
+    """Rows of the table."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGrowth:
     """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + offset) /
     period)), so that softmaxes over long contexts stay sharp."""
@@ -255,6 +269,17 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    """Number of KV heads and size of a head of each layer, where layers differ in them; empty: those above."""
+    key_sources: tuple[int, ...] = ()
+    """The layer whose keys and values each layer attends to; empty: its own, everywhere."""
+    keys_as_values: bool = False
+    """Whether in layers that see everything values are keys as they are projected."""
+    normed_values: bool = False
+    """Whether each head of values is normalized, without weights."""
+    ffn_sizes: tuple[int, ...] = ()
+    """Width of each layer's dense feed-forward, where layers differ in it; empty: `ffn_size`."""
+    token_inputs: TokenInputs | None = None
     vocab_size: int
     max_positions: int
     rms_eps: float
@@ -337,15 +362,32 @@ class ModelConfig:
     clip_qkv: float | None = None
     """Queries, keys and values lie within +- this."""
 
+    def heads_in(self, layer: int) -> tuple[int, int]:
+        """Number of KV heads, and size of a head."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def ffn_in(self, layer: int) -> int:
+        """Width of the layer's dense feed-forward."""
+        return self.ffn_sizes[layer] if self.ffn_sizes else self.ffn_size
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to."""
+        return self.key_sources[layer] if self.key_sources else layer
+
+    def shares(self, layer: int) -> Shared:
+        """See `HeadLayout.shared`."""
+        if self.source_of(layer) != layer:
+            return "both"
+        return "values" if self.keys_as_values and self.windows[layer] is None else ""
+
+    def rotary_dim(self, layer: int) -> int:
+        """What a layer's rotary table is made for."""
+        return self.heads_in(layer)[1] if self.latent is None else self.latent.rotary
+
     @property
     def one_norm(self) -> bool:
         """Whether a layer has one norm before both its parts."""
         return self.parallel and not self.own_norms
-
-    @property
-    def rotary_dim(self) -> int:
-        """What rotary tables are made for."""
-        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

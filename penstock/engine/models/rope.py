@@ -26,7 +26,7 @@ class RopeConfig:
     """Base frequency, and how frequencies are scaled for longer contexts."""
 
     rotated: float = 1.0
-    """Share of a head's dimensions that is rotated, the first ones."""
+    """Share of a head's dimensions that is rotated, the first ones; of kind `proportional`, of its pairs."""
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
@@ -65,11 +65,12 @@ def read_rope(
     aliases: Mapping[str, str] = MappingProxyType({}),
     *,
     partial: bool = False,
+    proportional: bool = False,
 ) -> RopeConfig:
     """From the keys of a `config.json`.
 
     `parameters`: the rope keys, where they are not in the usual place. `aliases`: other names of scaling kinds.
-    `partial`: whether the family can rotate a part of each head.
+    `partial`: whether the family can rotate a part of each head. `proportional`: whether it knows that kind.
     """
     parameters = rope_parameters(raw) if parameters is None else parameters
     if not isinstance(parameters, Mapping):
@@ -80,8 +81,9 @@ def read_rope(
     _KEYS.check(parameters, "rope_parameters")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise CheckpointError(f"rope scaling {kind!r:.80} is not supported; supported: {', '.join(KINDS)}")
+    known = (*KINDS, "proportional") if proportional else KINDS
+    if not isinstance(kind, str) or kind not in known:
+        raise CheckpointError(f"rope scaling {kind!r:.80} is not supported; supported: {', '.join(known)}")
 
     def given(key: str) -> Any:
         """The value of a key that may stand beside the rope parameters too."""
@@ -98,7 +100,7 @@ def read_rope(
         return None if parameters.get(key) is None else float(parameters[key])
 
     rotated = number("partial_rotary_factor", 1.0)
-    if rotated != 1.0 and not partial:
+    if rotated != 1.0 and not partial and kind != "proportional":
         raise CheckpointError(f"partial_rotary_factor is {rotated}, which this family does not support; supported: 1.0")
 
     def length(value: Any, default: int) -> int:
@@ -115,7 +117,7 @@ def read_rope(
     if kind in ("yarn", "longrope"):  # may give the two lengths instead of a factor
         factor = number("factor", positions / original)
     elif kind != "default":
-        factor = number("factor")
+        factor = number("factor", 1.0 if kind == "proportional" else None)
     return RopeConfig(
         rotated=rotated,
         theta=number("rope_theta", 10000.0),

@@ -82,6 +82,10 @@ class WeightReader:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self.backend.device, dtype=dtype or self._dtype)
 
+    def as_stored(self, name: str, *shape: int) -> Tensor:
+        """In its own type: what is looked up, and never computed with as a whole."""
+        return self.get(name, *shape, dtype=self.weights.tensor(name).dtype if name in self.names else None)
+
     def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """A vector, which some checkpoints store as a matrix of one row."""
         one_row = name in self.names and self.weights.tensor(name).ndim == 2

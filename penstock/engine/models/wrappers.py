@@ -112,10 +112,10 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="ernie4_5_vl_moe", decoder="ernie4_5_vl_moe_text", fixed=True),
         Wrapper(model_type="paddleocr_vl", decoder="paddleocr_vl_text", fixed=True, flat=True, tied_by="either"),
         Wrapper(model_type="hunyuan_vl", decoder="hunyuan_vl_text", fixed=True, flat=True, tied_by="either"),
-        # Around one that runs through transformers
-        Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4", decoder="gemma4_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
+        # Around one that runs through transformers
+        Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(model_type="qwen4_exp", decoder="qwen4_exp_text", fixed=True),
         Wrapper(
             model_type="paligemma",

@@ -34,6 +34,7 @@ from penstock.engine.adapters.layout import (
     SHARED_GATE,
     AdapterCut,
     Rows,
+    Site,
     layout_of,
 )
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -108,13 +109,33 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         outputs |= {"in_proj": (parts_of,), "out_proj": (hidden,)}
     inputs |= {EMBEDDING: (0, model.vocab_size), HEAD: hidden}
     outputs |= {EMBEDDING: (hidden,), HEAD: (vocabulary_span(model, place),)}
+    of_sites: list[tuple[Span, tuple[Rows, ...]]] = []
+    for site in whole.sites:
+        own = _of_kind(site, model, place)
+        of_sites.append((inputs[site.attribute], outputs[site.attribute]) if own is None else own)
     return AdapterCut(
         whole,
         layer_span(model.num_layers, place),
-        tuple(inputs[site.attribute] for site in whole.sites),
-        tuple(outputs[site.attribute] for site in whole.sites),
+        tuple(columns for columns, _ in of_sites),
+        tuple(rows for _, rows in of_sites),
         heads,
     )
+
+
+def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[Rows, ...]] | None:
+    """Columns and rows of a site that has others of its name for layers of another kind; None: it has not."""
+    hidden = (0, model.hidden_size)
+    if model.layer_heads and site.attribute == "qkv":
+        dim = site.sizes[0] // model.num_heads
+        keys = (_times(kv_head_span(model, place, size // dim), dim) for size in site.sizes[1:])
+        return hidden, (_times(head_span(model, place), dim), *keys)
+    if model.layer_heads and site.attribute == "output":
+        return _times(head_span(model, place), site.inputs // model.num_heads), (hidden,)
+    if model.ffn_sizes and site.attribute == "gate_up":
+        return hidden, tuple(even_span(size, place) for size in site.sizes)
+    if model.ffn_sizes and site.attribute == "down":
+        return even_span(site.inputs, place), (hidden,)
+    return None
 
 
 def _times(span: Span, size: int) -> Span:

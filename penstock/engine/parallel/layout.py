@@ -78,6 +78,11 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
+    if pipeline > 1 and (model.key_sources or model.token_inputs is not None):
+        raise ConfigError(
+            "pipeline_parallel: layers of this model attend to keys and values of lower ones, or read a vector of each "
+            "token, which stages do not pass on; use tensor_parallel"
+        )
     if model.moe is not None and model.moe.hashed:
         _check_hashed(model.moe.hashed, tensor, pipeline)
     index = None if model.latent is None else model.latent.index
@@ -103,8 +108,9 @@ def _check_hashed(hashed: tuple[bool, ...], tensor: int, pipeline: int) -> None:
 def splits(model: ModelConfig, tensor: int) -> bool:
     """Whether each of `tensor` shards can have an equal part of every layer."""
     # With more shards than KV heads each shard has one, and several shards have the same.
-    kv_fits = model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
-    widths = [model.ffn_size]
+    kv_heads = {model.num_kv_heads, *(heads for heads, _ in model.layer_heads)}
+    kv_fits = all(heads % tensor == 0 or tensor % heads == 0 for heads in kv_heads)
+    widths = [model.ffn_size, *model.ffn_sizes]
     if model.moe is not None:
         cut = [] if model.moe.placement else [model.moe.ffn_size]
         # Without a dense layer nothing has the dense width.
@@ -139,10 +145,10 @@ def head_span(model: ModelConfig, place: Place) -> Span:
     return even_span(model.num_heads, place)
 
 
-def kv_head_span(model: ModelConfig, place: Place) -> Span:
-    """The KV heads that a shard's query heads attend to."""
+def kv_head_span(model: ModelConfig, place: Place, kv_heads: int = 0) -> Span:
+    """The KV heads that a shard's query heads attend to; `kv_heads`: of layers that have another number of them."""
     begin, end = head_span(model, place)
-    group = model.num_heads // model.num_kv_heads
+    group = model.num_heads // (kv_heads or model.num_kv_heads)
     return begin // group, -(-end // group)
 
 
@@ -158,6 +164,10 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     first, last = layer_span(model.num_layers, place)
     parts = place.cut[1]
     kv_first, kv_last = kv_head_span(model, place)
+    layer_heads = []
+    for kv_heads, dim in model.layer_heads[first:last]:
+        begin, end = kv_head_span(model, place, kv_heads)
+        layer_heads.append((end - begin, dim))
     moe = model.moe
     if moe is not None:
         moe = dataclasses.replace(
@@ -207,6 +217,9 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_heads=model.num_heads // parts,
         num_kv_heads=kv_last - kv_first,
         ffn_size=model.ffn_size // parts,
+        layer_heads=tuple(layer_heads),
+        key_sources=model.key_sources,  # of all layers: see `check_layout`
+        ffn_sizes=tuple(width // parts for width in model.ffn_sizes[first:last]),
         num_layers=last - first,
         windows=model.windows[first:last],
         unrotated=model.unrotated[first:last],

@@ -24,7 +24,7 @@ from penstock.engine.models.layers.absent import NoFeedForward, NoMixer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.compressed_attention import CompressedAttention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
-from penstock.engine.models.layers.experts import NarrowExperts, SharedAndRouted
+from penstock.engine.models.layers.experts import ApartExperts, NarrowExperts, SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mamba import Mamba2
@@ -197,7 +197,7 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
     """Layers are whole, and each shard has its own tokens: only those for experts elsewhere are exchanged."""
 
     def exchanged(found: Any) -> Any:
-        if isinstance(found, SharedAndRouted | NarrowExperts):  # every shard has what all tokens pass
+        if isinstance(found, SharedAndRouted | NarrowExperts | ApartExperts):  # every shard has what all tokens pass
             return dataclasses.replace(found, routed=exchanged(found.routed))
         return ExchangedExperts(found, group) if hasattr(found, "slots") else found
 
@@ -223,6 +223,8 @@ def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderL
     feed_forward: FeedForward = SummedFeedForward(layer.feed_forward, group)
     if isinstance(layer.feed_forward, NoFeedForward):
         feed_forward = layer.feed_forward
+    if isinstance(layer.feed_forward, ApartExperts):  # norms stand between its parts and the sum
+        feed_forward = dataclasses.replace(layer.feed_forward, over_ranks=group.sum)
     if isinstance(layer.mixer, NoMixer):
         return dataclasses.replace(layer, feed_forward=feed_forward)
     if isinstance(layer.mixer, CompressedAttention):

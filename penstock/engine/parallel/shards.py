@@ -82,29 +82,19 @@ class Cuts:
     def __init__(self, model: ModelConfig, place: Place, names: Collection[str]) -> None:
         self.place = place
         self.layers = layer_span(model.num_layers, place)
-        dim = model.head_dim
         heads, kv_heads = head_span(model, place), kv_head_span(model, place)
-        q = heads[0] * dim, heads[1] * dim
-        kv = kv_heads[0] * dim, kv_heads[1] * dim
-        queries, keys = model.num_heads * dim, model.num_kv_heads * dim
         tensors = family_of(model.family).names
-        query, key, value = tensors.qkv
-        self._attention = {
-            query: Cut(outputs=((2 * q[0], 2 * q[1]) if model.gated_attention else q,)),
-            key: Cut(outputs=(kv,)),
-            value: Cut(outputs=(kv,)),
-            tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
-            tensors.output: Cut(inputs=q),
-        }
+        self._attention = attention_cuts(model, place, model.num_kv_heads, model.head_dim)
+        q, kv = (self._attention[name].outputs or () for name in tensors.qkv[:2])
         self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
-        self._gate_cut = Cut(outputs=(q,))
+        self._gate_cut = Cut(outputs=q)
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
         if model.compression is not None:
             self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
-            self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
+            self._attention |= {"q_norm": Cut(outputs=q), "k_norm": Cut(outputs=kv)}
         if model.delta is not None:
             self._attention |= delta_cuts(model.delta, place)
         self._inner_norm, self._mamba_norm = WHOLE, f".{tensors.mamba}norm.weight"
@@ -129,6 +119,12 @@ class Cuts:
         if model.moe is not None and model.moe.latent:
             # What the experts of a shard add up to is a part of the input: all of the matrix, the bias once.
             self._dense = {**self._dense, tensors.expert_latents[1]: Cut(inputs=(0, model.moe.latent))}
+        self._by_layer: list[dict[str, Cut]] = []
+        """Of layers that differ in their heads or in the width of their feed-forward."""
+        if not place.data and (model.layer_heads or model.ffn_sizes):
+            for index in range(model.num_layers):
+                own = attention_cuts(model, place, *model.heads_in(index))
+                self._by_layer.append(own | self._gated(model.ffn_in(index), *dense))
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}
         begin, end = vocabulary_span(model, place)
@@ -182,6 +178,9 @@ class Cuts:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if self._short_conv and self._short_conv_prefix in name:
             return self._short_conv.get(module, WHOLE)
+        found = _LAYER.fullmatch(name) if self._by_layer else None
+        if found is not None and ".experts." not in name:
+            return self._by_layer[self.layers[0] + int(found[2])].get(module, WHOLE)
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
             feed_forward = self._shared
@@ -196,6 +195,22 @@ class Cuts:
             # One number per output: every shard needs a scale, but only one may add a bias.
             return torch.zeros_like(tensor) if name.endswith(".bias") and self.place.shard else tensor
         return cut.apply(tensor)
+
+
+def attention_cuts(model: ModelConfig, place: Place, kv_heads: int, dim: int) -> dict[str, Cut]:
+    """Of attention with heads of this number and size."""
+    tensors = family_of(model.family).names
+    (first, last), (kv_first, kv_last) = head_span(model, place), kv_head_span(model, place, kv_heads)
+    q, kv = (first * dim, last * dim), (kv_first * dim, kv_last * dim)
+    queries, keys = model.num_heads * dim, kv_heads * dim
+    query, key, value = tensors.qkv
+    return {
+        query: Cut(outputs=((2 * q[0], 2 * q[1]) if model.gated_attention else q,)),
+        key: Cut(outputs=(kv,)),
+        value: Cut(outputs=(kv,)),
+        tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
+        tensors.output: Cut(inputs=q),
+    }
 
 
 def delta_cuts(delta: DeltaConfig, place: Place) -> dict[str, Cut]:

@@ -1,8 +1,9 @@
-"""Which part of every block each rank has of a model that the `transformers` library runs.
+"""Which part of every block each rank has of a model whose layers may differ in the number and the size of their heads.
 
-What such a model keeps is found when it is loaded: one entry for every attention call, whose numbers and sizes of heads
-may differ from layer to layer, and each stage has seen its own layers only. So the ranks tell each other
-(`agreed_sites`) before any of them gives or takes a block. Whole blocks are as one device would have them.
+Of a family the configuration says what they keep (`sites_of`). Of a model that the `transformers` library runs it is
+found when it is loaded: one entry for every attention call, and each stage has seen its own layers only. So the ranks
+tell each other (`agreed_sites`) before any of them gives or takes a block. Whole blocks are as one device would have
+them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from penstock.engine.backends.interface import INT8, SCALE_DTYPE
 from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
 from penstock.engine.kv.cache import CacheShape
 from penstock.engine.kv.kinds import PagedKV, PagedRows
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
-from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.layout import Place, layer_span
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.startup.part import Part
@@ -181,12 +184,28 @@ def _joined(runs: list[_Run]) -> tuple[_Run, ...]:
     return tuple(joined)
 
 
-def cache_parts(part: Part) -> CacheParts:
-    """Of the model of which `part` is one rank's."""
+def sites_of(model: ModelConfig, place: Place) -> tuple[SiteShape, ...]:
+    """Of a family whose layers differ in their heads; none where they do not."""
+    found = []
+    for index, (kv_heads, dim) in enumerate(model.layer_heads):
+        if model.source_of(index) == index:
+            stages = (replace(place, rank=stage * place.tensor) for stage in range(place.pipeline))
+            spans = (layer_span(model.num_layers, stage) for stage in stages)
+            stage = next(stage for stage, (first, last) in enumerate(spans) if first <= index < last)
+            found.append(SiteShape(stage, kv_heads, dim, 1 if place.data else min(kv_heads, place.tensor)))
+    return tuple(found)
+
+
+def cache_parts(part: Part, place: Place) -> CacheParts:
+    """Of the model of which `part` is the rank's at `place`."""
     last = part.kv.shape.kinds[-1]
     rows = last if isinstance(last, PagedRows) else None
-    if part.sites:
-        return SiteParts(
-            part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=part.sites
+    sites = part.sites or sites_of(part.model, place)
+    if sites and rows is not None:
+        raise ConfigError(
+            "speculation: a drafter that reads hidden states is not supported on several devices where layers differ "
+            "in their heads; use ngram or a draft model"
         )
+    if sites:
+        return SiteParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=sites)
     return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)

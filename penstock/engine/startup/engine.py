@@ -240,7 +240,7 @@ def _spread(part: Part, ranks: Ranks) -> SpreadCache:
     from penstock.engine.parallel.blocks import spread_cache
     from penstock.engine.parallel.site_parts import cache_parts
 
-    return spread_cache(cache_parts(part), part.kv, ranks, part.backend.block_mover)
+    return spread_cache(cache_parts(part, ranks.place), part.kv, ranks, part.backend.block_mover)
 
 
 def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:

@@ -15,6 +15,7 @@ from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
+QKV = ("q_proj", "k_proj", "v_proj")
 TIE = 2e-2
 """Logits of these models spread over tens; adding the product instead of merging it moves them by less than this."""
 
@@ -55,6 +56,13 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ),
         ("granite4-hybrid-dense", {"rank": 4, "targets": ("q_proj", "o_proj", "in_proj", "out_proj"), "size": 0.6}),
         ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
+        ("gemma4-small", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"), "size": 0.3}),
+        pytest.param("gemma4", {"rank": 4, "targets": (*QKV, "o_proj"), "size": 0.6}, marks=pytest.mark.slow),
+        pytest.param(
+            "gemma4-experts",
+            {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3},
+            marks=pytest.mark.slow,
+        ),
         ("nemotron-h", {"rank": 4, "targets": ("k_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")}),
     ],
 )
@@ -73,7 +81,7 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("family", ["mamba2", "nemotron-h", "lfm2"])
+@pytest.mark.parametrize("family", ["mamba2", "nemotron-h", "lfm2", "gemma4"])
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
     base = write_checkpoint(family, tmp_path / "base")
@@ -81,6 +89,7 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         "mamba2": ("in_proj", "out_proj"),
         "nemotron-h": ("q_proj", "o_proj", "out_proj", "up_proj"),
         "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2"),
+        "gemma4": (*QKV, "o_proj"),
     }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
     specs = (AdapterSpec("tuned", str(adapter)),)

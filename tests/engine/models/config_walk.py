@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from penstock.engine.loading.keys import ABSENT
 from penstock.engine.models.families import read_config
@@ -24,6 +24,7 @@ from penstock.engine.models.families.config_keys import reference_of
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, PenstockError
 from tests.engine.harness import drain, make_engine
+from tests.engine.tiny import AutoModelForCausalLM
 
 PROMPT = [(23 * i + i * i // 5) % 61 for i in range(60)]
 PREFILL = 54
@@ -35,6 +36,9 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 GEMMA = {"head_dim": 12, "sliding_window": 20, "query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA4 = {"head_dim": 12, "global_head_dim": 16, "sliding_window": 20, "hidden_activation": "gelu_pytorch_tanh",
+          "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 8.0,
+          "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_theta": ABSENT}  # fmt: skip
 GRANITE = {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
            "logits_scaling": 2.0}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -77,6 +81,9 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 12},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 3000.0},
+    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61,
+                    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "gemma4_unified_text": {**GEMMA4, "num_kv_shared_layers": 1, "use_double_wide_mlp": True},
     "cohere": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "use_qk_norm": True},
     "cohere2": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "sliding_window": 20,
                 "sliding_window_pattern": 2},
@@ -110,6 +117,10 @@ BASES: dict[str, dict[str, Any]] = {
     "lfm2": {**LFM2, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
     "lfm2_moe": {**LFM2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                  "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    "mistral4": {**LATENT, "q_lora_rank": 10, "rope_theta": ABSENT,
+                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
+                                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,
+                                     "llama_4_scaling_beta": 0.5}},
     "ministral3": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,

@@ -240,7 +240,13 @@ def test_weights_in_few_bits(name: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
-    [("qwen3_vl", 2, 2), ("glm4v_moe", 2, 1), ("qwen2_5_omni", 1, 2), ("gemma4", 1, 2), ("llava-diffllama", 2, 1)],
+    [
+        ("qwen3_vl", 2, 2),
+        ("glm4v_moe", 2, 1),
+        ("qwen2_5_omni", 1, 2),
+        ("gemma4_unified", 1, 2),
+        ("llava-diffllama", 2, 1),
+    ],
 )
 def test_several_ranks_give_the_tokens_of_one(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
     """Layers of what sees are numbered as well; the head may be the embedding, under a name of several."""

@@ -42,7 +42,7 @@ from tests.engine.tiny import Reference
 
 WHOLE = {"bitnet", "jetmoe"}
 """Norms over whole rows between their linears, or experts in the place of these: every shard has all of them."""
-QUICK = {("starcoder2", 2, 1), ("gemma4_text-small", 1, 2)}
+QUICK = {("starcoder2", 2, 1), ("gemma3n_text", 1, 2)}
 CASES = [
     pytest.param(
         name, tensor, pipeline, marks=() if (name, tensor, pipeline) in QUICK else pytest.mark.slow

@@ -27,6 +27,10 @@ GRIDS = [
     ("gpt-oss", 2, 2),
     pytest.param("gemma2", 2, 1, marks=pytest.mark.slow),
     ("gemma3-two-ropes", 2, 2),
+    pytest.param("mistral4", 2, 2, marks=pytest.mark.slow),
+    ("gemma4", 2, 2),  # heads of two sizes, of one kind one for both shards
+    pytest.param("gemma4-experts", 2, 1, marks=pytest.mark.slow),
+    pytest.param("gemma4-small", 2, 1, marks=pytest.mark.slow),
     pytest.param("phi3", 2, 1, marks=pytest.mark.slow),
     ("olmo2", 2, 1),  # norms of whole rows are over all shards
     pytest.param("olmo3", 2, 2, marks=pytest.mark.slow),

@@ -76,10 +76,10 @@ class AttentionOps(NativeOps):
         kv_scales: KVScales | None = None,
         key_smoothing: KeySmoothing | None = None,
     ) -> Tensor:
-        heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
+        heads, dim = layout.heads, layout.head_dim
         tokens, width = qkv.shape
         need_contiguous(qkv, "qkv")
-        if width != (heads + 2 * kv_heads) * dim or dim % 2:
+        if width != layout.rows * dim or dim % 2:
             raise LayoutError(f"qkv is {tuple(qkv.shape)}, which does not split into the heads of {layout}")
         view = self._batch_view(batch)
         if view.tokens != tokens:

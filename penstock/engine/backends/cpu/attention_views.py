@@ -83,7 +83,8 @@ class CacheView:
         }  # fmt: skip
         self.rope = RopeArgs(
             num_slots=k_cache.shape[0] * k_cache.shape[2], interleaved=layout.interleaved,
-            centred=layout.centred_norms, **common,
+            centred=layout.centred_norms, normed_values=layout.normed_values,
+            shared=("", "values", "both").index(layout.shared), **common,
         )  # fmt: skip
         self.attention = AttentionArgs(
             window=layout.window or 0,

@@ -79,7 +79,7 @@ class GroupedExpertMlp:
     @property
     def fuses(self) -> bool:
         """See `FusedFeedForward`."""
-        return self.takes_one and _is_dense(self.router.linear)
+        return self.takes_one and _is_dense(self.router.linear) and self.router.gains is None
 
     @property
     def takes_one(self) -> bool:
@@ -130,8 +130,9 @@ class GroupedExpertMlp:
             return weights, chosen.int()
         if _is_dense(linear) and 0 < len(x) <= max(FEW, min(64, _MOST_SCORES // len(linear.weight))):
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
-            return weights, chosen
-        return route(linear(x), self.choice)
+        else:
+            weights, chosen = route(linear(x), self.choice)
+        return self.router.gained(weights, chosen), chosen
 
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
         if not len(x):
@@ -223,7 +224,7 @@ class FusedSharedAndRouted(SharedAndRouted):
         routed: Any = self.routed
         if len(x) == 1 and self.fuses:
             return _one_token(routed, x, self.shared, self.gate)
-        if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
+        if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x) and routed.router.gains is None:
             return self._together(x, routed)
         if x.shape[0] > MAX_BATCH or self.gate is not None or self.shared.activation != "silu":
             return SharedAndRouted.forward(self, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,6 +33,16 @@ class HeadLayout:
     """Rotation pairs dimension 2i with 2i + 1, instead of i with i + rotary / 2."""
     centred_norms: bool = False
     """The norms of queries and keys are LayerNorms with weights of their own for every head: [heads, head_dim]."""
+    normed_values: bool = False
+    """Each head of values is RMS-normalized, without weights."""
+    shared: Literal["", "values", "both"] = ""
+    """What a row has not: values, which are keys as they are projected, before any norm; or keys and values, which
+    another layer has stored."""
+
+    @property
+    def rows(self) -> int:
+        """Heads of all kinds in a row."""
+        return self.heads + {"": 2, "values": 1, "both": 0}[self.shared] * self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,7 @@ class AttentionOps(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries [T, heads, head_dim].
 
-        `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
+        `qkv` is [T, layout.rows * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
         each head is RMS-normalized first. `layout` may ask for other pairs and for LayerNorms. An FP8 cache stores

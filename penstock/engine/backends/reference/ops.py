@@ -133,9 +133,10 @@ class ReferenceOps(PlainMixers):
         key_smoothing: KeySmoothing | None = None,
     ) -> Tensor:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
-        rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
+        q, k, v = _heads(qkv, layout)
         norm = _layer_norm if layout.centred_norms else _rms
+        if layout.normed_values:
+            v = _rms(v, v.new_ones(dim), eps)
         if q_norm is not None:
             q = norm(q, q_norm, eps)
         if k_norm is not None:
@@ -147,7 +148,10 @@ class ReferenceOps(PlainMixers):
         q, k = (rotate(x, cos, sin) for x in (q, k))
         if key_smoothing is not None:
             q = (q.float() * key_smoothing.scale.repeat_interleave(heads // kv_heads, 0)).to(q.dtype)
-            k = (k.float() - key_smoothing.centre) / key_smoothing.scale
+            if layout.shared != "both":
+                k = (k.float() - key_smoothing.centre) / key_smoothing.scale
+        if layout.shared == "both":
+            return q
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
         store(k, k_cache, kv_scales and kv_scales[0], block, offset)
@@ -197,6 +201,17 @@ class ReferenceOps(PlainMixers):
         scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
         noise = gumbel(keys, logits.shape[1]).masked_fill_(~random.unsqueeze(1), 0.0)
         return scaled.add_(noise).argmax(-1)
+
+
+def _heads(qkv: Tensor, layout: HeadLayout) -> Sequence[Tensor]:
+    """Queries, keys and values of each token by heads: views."""
+    rows = qkv.view(qkv.shape[0], layout.rows, layout.head_dim)
+    if layout.shared == "both":
+        return rows, rows[:, :0], rows[:, :0]
+    if layout.shared == "values":
+        q, k = torch.split(rows, [layout.heads, layout.kv_heads], dim=1)
+        return q, k, k
+    return torch.split(rows, [layout.heads, layout.kv_heads, layout.kv_heads], dim=1)
 
 
 def _rows(qkv: Tensor, layout: HeadLayout) -> Sequence[Tensor]:

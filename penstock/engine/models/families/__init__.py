@@ -40,6 +40,7 @@ from penstock.engine.models.families.flex_olmo import FLEX_OLMO
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from penstock.engine.models.families.glm import GLM
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
@@ -63,6 +64,7 @@ from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
+from penstock.engine.models.families.mistral4 import MISTRAL4
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
@@ -190,6 +192,9 @@ FAMILIES: dict[str, Family] = {
         AXK1,
         MINICPM3,
         COHERE2_MOE,
+        GEMMA4,
+        GEMMA4_UNIFIED,
+        MISTRAL4,
     )
 }
 """By `model_type`."""

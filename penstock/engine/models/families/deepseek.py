@@ -109,7 +109,7 @@ def _scale(raw: HFConfig, dim: int) -> float:
     return scale * growth * growth
 
 
-def _experts(raw: HFConfig, alias: str, **chosen: Any) -> MoeConfig | None:
+def routed_experts(raw: HFConfig, alias: str, **chosen: Any) -> MoeConfig | None:
     layers, dense, ffn = layer_count(raw), _count(raw, "first_k_dense_replace"), integer(raw, "moe_intermediate_size")
     if dense >= layers:
         return None
@@ -130,7 +130,7 @@ def _v2_fields(raw: HFConfig) -> ConfigFields:
         raise CheckpointError(f"topk_method is {method!r:.80}; supported: 'greedy', 'group_limited_greedy'")
     grouped = method == "group_limited_greedy"
     # The reference does not scale these weights to sum to one, whatever `norm_topk_prob` says.
-    moe = _experts(
+    moe = routed_experts(
         raw,
         "num_experts",
         normalize=False,
@@ -141,7 +141,7 @@ def _v2_fields(raw: HFConfig) -> ConfigFields:
 
 
 def _v3_fields(raw: HFConfig) -> ConfigFields:
-    moe = _experts(
+    moe = routed_experts(
         raw,
         "num_local_experts",
         normalize=optional_flag(raw, "norm_topk_prob"),

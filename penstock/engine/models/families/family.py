@@ -25,6 +25,7 @@ from penstock.engine.models.model_config import (
     QueryGrowth,
     ShortConvConfig,
     StreamsConfig,
+    TokenInputs,
 )
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
@@ -67,6 +68,12 @@ class ConfigFields(TypedDict, total=False):
     attention_softcap: float | None
     compression: CompressionConfig
     delta: DeltaConfig
+    ffn_sizes: tuple[int, ...]
+    key_sources: tuple[int, ...]
+    keys_as_values: bool
+    layer_heads: tuple[tuple[int, int], ...]
+    normed_values: bool
+    token_inputs: TokenInputs | None
     embedding_scale: float
     virtual_scale: float | None
     ffn_size: int

@@ -39,19 +39,19 @@ def gemma2_fields(raw: HFConfig, period: int = 2) -> ConfigFields:
     return {
         **gemma_fields(raw),
         "attention_scale": integer(raw, "query_pre_attn_scalar") ** -0.5,
-        "attention_softcap": _cap(raw, "attn_logit_softcapping"),
-        "logit_softcap": _cap(raw, "final_logit_softcapping"),
+        "attention_softcap": cap(raw, "attn_logit_softcapping"),
+        "logit_softcap": cap(raw, "final_logit_softcapping"),
         "windows": alternating_windows(raw, period),
     }
 
 
-def _cap(raw: HFConfig, key: str) -> float | None:
+def cap(raw: HFConfig, key: str) -> float | None:
     if raw[key] is None:
         return None
-    cap = number(raw, key)
-    if cap <= 0:
-        raise CheckpointError(f"{key} must be positive or null, found {cap}")
-    return cap
+    found = number(raw, key)
+    if found <= 0:
+        raise CheckpointError(f"{key} must be positive or null, found {found}")
+    return found
 
 
 def layer_types(keys: GGUFKeys, config: HFConfig, default_period: int) -> Mapping[str, Any]:

@@ -44,6 +44,8 @@ class TensorNames:
     router: str = "gate"
     correction_bias: str = "gate.e_score_correction_bias"
     """Where scores are corrected before experts are chosen."""
+    expert_gains: str = ""
+    """Of one factor for each expert."""
     shared_expert: str = "shared_experts."
     shared_gate: str = "shared_expert_gate"
     """Where every token visits one more expert; its matrices are called as those of a dense feed-forward."""

@@ -18,7 +18,7 @@ from penstock.engine.backends.interface import (
     Ops,
     OverRanks,
 )
-from penstock.engine.kv.kinds import PagedKV, PagedKVCache
+from penstock.engine.kv.kinds import OfLayer, PagedKV, PagedKVCache
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -63,6 +63,9 @@ class Attention:
     """Of queries, keys and values."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
+    source: int | None = None
+    """The layer whose keys and values it attends to, where it has none of its own; it is called with that layer's
+    cache."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -72,7 +75,9 @@ class Attention:
     def weight_bytes(self) -> int:
         return self.qkv.weight_bytes + self.output.weight_bytes
 
-    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV:
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV | OfLayer:
+        if self.source is not None:
+            return OfLayer(self.source)
         return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)
 
     def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:

@@ -58,6 +58,12 @@ class Router:
     table: Tensor | None = None
     """int64 [vocab, top_k]: the experts of each token, where scores only weigh them."""
     tokens: StepTokens = field(default_factory=StepTokens)
+    gains: Tensor | None = None
+    """Factors of the weights, after all others: float32 [experts]."""
+
+    def gained(self, weights: Tensor, experts: Tensor) -> Tensor:
+        """`weights` times the factors of their experts."""
+        return weights if self.gains is None else weights * self.gains[experts.long()]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
@@ -81,7 +87,7 @@ class Router:
         if self.normalize:
             total = _sum(weights).unsqueeze(-1)
             weights = weights / (total if self.scoring == "softmax" else total + self.total_eps)
-        return (weights if self.scale == 1.0 else weights * self.scale), experts
+        return self.gained(weights if self.scale == 1.0 else weights * self.scale, experts), experts
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.scoring == "sqrt_softplus":
@@ -310,6 +316,56 @@ class SharedAndRouted:
         if self.gate is not None:
             shared = shared * self.sigmoid(self.gate(x))
         return self.routed.forward(x) + shared
+
+
+@dataclass(frozen=True, slots=True)
+class ApartExperts:
+    """Experts of which each token visits a few, and a feed-forward that every token visits, each with norms of its own:
+    both read the residual stream itself, and what is added are their normalized outputs."""
+
+    routed: Any
+    """`Experts`, perhaps spread over processes."""
+    shared: Any
+    """A `GatedMlp`."""
+    norms: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    """Before the shared one, before the router, before the experts; behind the shared one, behind the experts."""
+    eps: float
+    dtype: torch.dtype
+    """Of activations."""
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Where other ranks have parts of both: what sums them up."""
+
+    @property
+    def ops(self) -> ActivationOps:
+        ops: ActivationOps = self.routed.ops
+        return ops
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """Where those who look for experts go on."""
+        routed: FeedForward = self.routed
+        return routed
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.routed.linears, *self.shared.linears
+
+    @property
+    def weight_bytes(self) -> int:
+        size: int = self.routed.weight_bytes + self.shared.weight_bytes
+        return size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`: the residual stream, which stays as it is."""
+        ops, eps = self.ops, self.eps
+        before, of_router, of_experts, behind, behind_experts = self.norms
+        shared = self.shared.forward(self.shared.ops.rms_norm(x, before, eps, self.dtype))
+        scored = ops.rms_norm(x, of_router, eps, self.dtype)
+        routed = self.routed.forward(scored, ops.rms_norm(x, of_experts, eps, self.dtype))
+        if self.over_ranks is not None:
+            shared, routed = self.over_ranks(torch.cat((shared, routed))).chunk(2)
+        normed: Tensor = ops.rms_norm(shared, behind, eps)
+        return normed.add_(ops.rms_norm(routed, behind_experts, eps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ class LatentAttention:
     """Adapters of what makes keys and values of latents."""
     most: int | None = None
     """How many cached tokens a token attends to; None: all."""
+    query_scales: Tensor | None = None
+    """float32 [positions]: what queries are multiplied by."""
     indexer: Indexer | None = None
     """What chooses them; None: they are those that the last layer with an indexer chose."""
 
@@ -81,6 +83,7 @@ class LatentAttention:
         if self.query_up is not None and self.query_norm is not None:
             narrow = self.ops.rms_norm(q, self.query_norm, self.weights.eps)
             q = self.query_up(narrow)
+        q = self._grown(q, batch)
         if self.most is None:
             return self.output(self._attend(q, kv, batch, cache))
         latents = cache if self.indexer is None else cache[0]
@@ -125,8 +128,14 @@ class LatentAttention:
         q, kv = made[:, :split], made[:, split:]
         if query_up is not None:
             q = query_up.fused(q, norm=self.query_norm, eps=self.weights.eps)
+        q = self._grown(q, batch)
         out: Tensor = output.fused(self._attend(q, kv, batch, cache), residual=residual)
         return out
+
+    def _grown(self, q: Tensor, batch: AttentionBatch) -> Tensor:
+        if self.query_scales is None:
+            return q
+        return (q * self.query_scales[batch.positions].unsqueeze(-1)).to(q.dtype)
 
     def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales

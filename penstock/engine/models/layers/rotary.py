@@ -21,7 +21,10 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch
     if rope.kind == "none":  # a rotation by nothing, of the least that the kernels rotate
         return torch.tensor([[1.0, 0.0]], device=device).repeat(positions, 1)
     try:
-        frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
+        if rope.kind == "proportional":
+            frequencies, scale = _proportional(rope, head_dim), 1.0
+        else:
+            frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
     except ArithmeticError as error:
         raise CheckpointError(f"the rope parameters of kind {rope.kind} have no frequencies: {error}") from None
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
@@ -47,6 +50,13 @@ def _frequencies(rope: RopeConfig, dim: int, positions: int) -> tuple[Tensor, fl
     if rope.kind == "longrope":
         return _longrope(rope, wavelengths, positions)
     return base, 1.0
+
+
+def _proportional(rope: RopeConfig, dim: int) -> Tensor:
+    """Pairs are half of the head apart, as if all were rotated; the last of them stand still."""
+    turning = int(rope.rotated * dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / dim
+    return torch.cat((1.0 / (rope.theta**exponents), torch.zeros(dim // 2 - turning))) / rope.factor
 
 
 def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:

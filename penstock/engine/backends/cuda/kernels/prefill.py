@@ -293,7 +293,10 @@ def _prefill_kernel(
 def choose(max_query: int, max_context: int, group: int, head_dim: int, element_size: int) -> PrefillConfig:
     """Launch shape from host values; full precision goes through ordinary arithmetic and wants small tiles."""
     if element_size == 4:
-        return PrefillConfig(block_m=max(16, next_power_of_2(group)), block_n=32, num_warps=4, num_stages=2)
+        narrow = head_dim > 256  # a tile of keys and one of values are all that shared memory holds
+        return PrefillConfig(max(16, next_power_of_2(group)), 16 if narrow else 32, 4, 1 if narrow else 2)
+    if head_dim > 256:
+        return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)
     if head_dim > 128:
         return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
     if max_query * group <= 64 or max_context < 2048:

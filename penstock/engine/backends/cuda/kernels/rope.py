@@ -65,6 +65,7 @@ def _rope_kernel(
     eps: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -77,6 +78,8 @@ def _rope_kernel(
     SMOOTHED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CENTRED: tl.constexpr,
+    NORMED_VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
     DELTA: tl.constexpr,
     GATES: tl.constexpr,
     PDL: tl.constexpr,
@@ -117,17 +120,19 @@ def _rope_kernel(
         k_gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
     wait_for_inputs(PDL)
     place = head
+    if ROWS < HEADS + 2 * KV_HEADS:  # values are keys as they are projected
+        place = tl.where(is_v, head - KV_HEADS, head)
     if GATES:  # each query is followed by the gate of its head
         place = head + tl.minimum(head, HEADS)
     source = qkv_ptr + token * qkv_stride + place[:, None] * DIM
     low = tl.load(source + low_at[None, :], mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + high_at[None, :], mask=mask, other=0.0).to(tl.float32)
     if DELTA:
-        more = delta_ptr + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+        more = delta_ptr + (token * ROWS + (place if ROWS < HEADS + 2 * KV_HEADS else head))[:, None] * DIM
         low += second(more + low_at[None, :], mask, rank)
         high += second(more + high_at[None, :], mask, rank)
 
-    if Q_NORM or K_NORM:
+    if Q_NORM or K_NORM or NORMED_VALUES:
         shifted_low = low
         shifted_high = high
         if CENTRED:
@@ -144,11 +149,14 @@ def _rope_kernel(
             lane = is_k[:, None]
             low = tl.where(lane, shifted_low * inverse[:, None] * k_gain_low, low)
             high = tl.where(lane, shifted_high * inverse[:, None] * k_gain_high, high)
+        if NORMED_VALUES:
+            low = tl.where(is_v[:, None], low * inverse[:, None], low)
+            high = tl.where(is_v[:, None], high * inverse[:, None], high)
 
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
     if SMOOTHED:
-        channels = tl.where(is_q, head // (HEADS // KV_HEADS), head - HEADS)[:, None] * DIM
+        channels = tl.where(is_q, head // GROUP, head - HEADS)[:, None] * DIM
         smoothed = (is_q | is_k)[:, None] & in_half[None, :]
         centred = is_k[:, None] & in_half[None, :]
         key_scale_low = tl.load(key_scale_ptr + channels + low_at[None, :], mask=smoothed, other=1.0)
@@ -219,7 +227,8 @@ def rope_and_cache(
         return q
     half_block = next_power_of_2(dim // 2)
     head_block = max(1, 512 // half_block)
-    all_heads = layout.heads + 2 * layout.kv_heads
+    kv_heads = 0 if layout.shared == "both" else layout.kv_heads
+    all_heads = layout.heads + 2 * kv_heads
     k_scale, v_scale = kv_scales if kv_scales is not None else (cos_sin, cos_sin)
     centre, key_scale = key_smoothing if key_smoothing is not None else (cos_sin, cos_sin)
     launch(
@@ -242,7 +251,8 @@ def rope_and_cache(
         qkv.stride(0),
         eps,
         HEADS=layout.heads,
-        KV_HEADS=layout.kv_heads,
+        KV_HEADS=kv_heads,
+        GROUP=layout.heads // layout.kv_heads,
         DIM=dim,
         ROTARY=cos_sin.shape[1],
         HALF_BLOCK=half_block,
@@ -255,6 +265,8 @@ def rope_and_cache(
         SMOOTHED=key_smoothing is not None,
         INTERLEAVED=layout.interleaved,
         CENTRED=layout.centred_norms,
+        NORMED_VALUES=layout.normed_values,
+        ROWS=layout.rows,
         **options,
         GATES=gates,
         num_warps=2,

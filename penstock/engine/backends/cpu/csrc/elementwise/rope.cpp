@@ -62,11 +62,15 @@ PK_INLINE void smooth_key(float* key, const float* centre, const float* scale, i
     for (; i < dim; ++i) key[i] = (key[i] - centre[i]) / scale[i];
 }
 
+// Heads of all kinds in a row.
+int heads_in(const RopeArgs& a) { return a.heads + (2 - a.shared) * a.kv_heads; }
+
 template <class T, class C>
-void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, float* smoothed, int64_t begin,
-                 int64_t end) {
+void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, const float* ones, float* line,
+                 int64_t begin, int64_t end) {
     const int dim = a.head_dim, half = a.rotary / 2, group = a.heads / a.kv_heads;
-    const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * dim;
+    const int64_t width = int64_t(heads_in(a)) * dim;
+    const int keys = a.shared == 2 ? 0 : a.kv_heads;
     const Scales key_scales{a.k_scales, a.kv_heads, a.block_size}, value_scales{a.v_scales, a.kv_heads, a.block_size};
     for (int64_t t = begin; t < end; ++t) {
         T* row = static_cast<T*>(a.qkv) + t * width;
@@ -78,7 +82,23 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, fl
             else
                 rotate(head, out, cos, sin, half, dim);
         };
-        for (int h = 0; h < a.heads + a.kv_heads; ++h) {
+        // Values first: where they are the keys, these are normalized in place behind them.
+        for (int h = 0; h < keys; ++h) {
+            C* value = static_cast<C*>(a.v_cache) + block * a.v_block_stride + h * a.v_head_stride + offset * dim;
+            const T* head = row + (a.heads + (a.shared ? 0 : a.kv_heads) + h) * dim;
+            if (a.normed_values) {
+                scale_row(head, ones, line, dim, rms_factor(square_sum(head, dim), dim, a.eps));
+                if constexpr (kScaled<C>)
+                    store_scaled(line, value, dim, value_scales, block, h, offset);
+                else
+                    convert(line, value, dim);
+            } else if constexpr (kScaled<C>) {
+                store_scaled(head, value, dim, value_scales, block, h, offset);
+            } else {
+                convert(head, value, dim);
+            }
+        }
+        for (int h = 0; h < a.heads + keys; ++h) {
             T* head = row + h * dim;
             const float* norm = h < a.heads ? q_norm : k_norm;
             if (norm && a.centred) {
@@ -93,12 +113,12 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, fl
                 C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
                          (h - a.heads) * a.k_head_stride + offset * dim;
                 if (a.key_scale) {
-                    turn(head, smoothed);
-                    smooth_key(smoothed, a.key_centre + (h - a.heads) * dim, a.key_scale + (h - a.heads) * dim, dim);
+                    turn(head, line);
+                    smooth_key(line, a.key_centre + (h - a.heads) * dim, a.key_scale + (h - a.heads) * dim, dim);
                     if constexpr (kScaled<C>)
-                        store_scaled(smoothed, key, dim, key_scales, block, h - a.heads, offset);
+                        store_scaled(line, key, dim, key_scales, block, h - a.heads, offset);
                     else
-                        convert(smoothed, key, dim);
+                        convert(line, key, dim);
                 } else if constexpr (kScaled<C>) {
                     turn(head, head);
                     store_scaled(head, key, dim, key_scales, block, h - a.heads, offset);
@@ -106,14 +126,6 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, fl
                     turn(head, key);
                 }
             }
-        }
-        for (int h = 0; h < a.kv_heads; ++h) {
-            C* value = static_cast<C*>(a.v_cache) + block * a.v_block_stride + h * a.v_head_stride + offset * dim;
-            const T* head = row + (a.heads + a.kv_heads + h) * dim;
-            if constexpr (kScaled<C>)
-                store_scaled(head, value, dim, value_scales, block, h, offset);
-            else
-                convert(head, value, dim);
         }
     }
 }
@@ -128,18 +140,20 @@ PK_FUNCTION(int, pk_rope_and_cache)(Context* ctx, const RopeArgs* args) {
         if (uint64_t(a.positions[t]) >= uint64_t(a.max_positions)) return 1;
         if (uint64_t(a.slots[t]) >= uint64_t(a.num_slots)) return 2;
     }
-    const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * a.head_dim;
+    const int64_t width = int64_t(heads_in(a)) * a.head_dim;
     const int64_t q_gains = int64_t(a.centred ? a.heads : 1) * a.head_dim;
     const int64_t k_gains = int64_t(a.centred ? a.kv_heads : 1) * a.head_dim;
     const float* q_norm = as_floats(ctx->shared, a.q_norm, q_gains, a.norm_dtype);
     const float* k_norm = as_floats(ctx->tasks, a.k_norm, k_gains, a.norm_dtype);
+    float* ones = a.normed_values ? ctx->ungated.floats(a.head_dim) : nullptr;
+    if (ones) std::fill(ones, ones + a.head_dim, 1.0f);
     dispatch(a.dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         dispatch_cache(a.cache_dtype, [&](auto* c) {
             using C = elem<decltype(c)>;
             ctx->pool.rows(a.tokens, grain(2 * width), [&](int64_t begin, int64_t end, int t) {
-                float* smoothed = a.key_scale ? ctx->scratch[t].floats(a.head_dim) : nullptr;
-                rope_tokens<T, C>(a, q_norm, k_norm, smoothed, begin, end);
+                float* line = a.key_scale || a.normed_values ? ctx->scratch[t].floats(a.head_dim) : nullptr;
+                rope_tokens<T, C>(a, q_norm, k_norm, ones, line, begin, end);
             });
         });
     });
