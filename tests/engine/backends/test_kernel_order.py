@@ -12,7 +12,7 @@ WAIT = {"wait_for_inputs", "gdc_wait"}
 """The second is what kernels in Gluon call."""
 WEIGHTS = {"weight", "shared", "words", "exponents", "scale", "bias", "norm", "q_norm", "k_norm", "cos_sin", "conv",
            "decay", "dt_bias", "skip", "columns", "taps"}  # fmt: skip
-STEP = {"positions", "slots", "rows", "context", "first", "last", "reads", "writes"}
+STEP = {"positions", "slots", "rows", "context", "first", "last", "reads", "writes", "starts"}
 ADAPTERS = {"bank", "a", "b", "ranks", "delta_ranks", "tile_ranks", "tile_slots", "tile_tokens", "held"}
 """Constants, and tables that are made by launches that nothing overtakes."""
 EARLIER = {"ring", "k_cache", "v_cache"}
