@@ -20,6 +20,7 @@ from penstock.engine.models.model_config import (
     ModelConfig,
     ShortConvConfig,
 )
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.compression import Compression
 from penstock.planning.quantized_form import stored_form
@@ -36,6 +37,8 @@ def shape_of_config(raw: Config, name: str) -> ModelShape:
     else:
         shape = _other(_decoder(raw), name)
     quantization = raw.get("quantization_config") or _decoder(raw).get("quantization_config")
+    if isinstance(quantization, Mapping) and "expert_dtype" in raw:
+        quantization = {"expert_dtype": raw["expert_dtype"], **quantization}
     stored = stored_form(quantization) if quantization else None
     return shape.with_stored(stored)
 
@@ -154,8 +157,8 @@ def _mamba(mamba: MambaConfig) -> Mamba:
 
 def _decoder(raw: Config) -> Config:
     """The decoder's keys, which multimodal models have one level down."""
-    inner = raw.get("text_config")
-    if isinstance(inner, Mapping) and "num_hidden_layers" not in raw:
+    inner = decoder_keys(raw)
+    if inner is not raw and "num_hidden_layers" not in raw:
         return {"tie_word_embeddings": raw.get("tie_word_embeddings", False), **inner}
     return raw
 

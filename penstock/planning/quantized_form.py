@@ -6,6 +6,7 @@ Heads, embeddings and routers stay dense in all of these formats unless a config
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import CheckpointError
@@ -22,7 +23,9 @@ def stored_form(settings: Any) -> WeightFormat:
         raise CheckpointError(f"quantization_config must be an object, found {settings!r:.80}")
     method = str(settings.get("quant_method") or "").lower()
     if method == "fp8" or method == "fbgemm_fp8":
-        return _fp8(settings.get("weight_block_size"))
+        found = _fp8(settings.get("weight_block_size"))
+        four = settings.get("expert_dtype") == "fp4"  # of DeepSeek V4
+        return replace(found, expert_bytes=WEIGHT_FORMATS["fp4"].matrix_bytes) if four else found
     if method in ("gptq", "awq"):
         bits = _whole(settings, "bits", _whole(settings, "w_bit", 4))
         group = _whole(settings, "group_size", _whole(settings, "q_group_size", 128))

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock.engine.loading.gguf import GGUFFile, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.gguf_tokenizer import CONTROL, tokenizer_from_gguf
@@ -88,8 +89,7 @@ def _from_gguf(file: GGUFFile) -> TextModel:
 
 def _from_folder(folder: Path) -> TextModel:
     config = _json(folder / "config.json")
-    inner = config.get("text_config")
-    config = {**config, **(inner if isinstance(inner, dict) else {})}
+    config = {**config, **decoder_keys(config)}
     settings = _json(folder / "tokenizer_config.json")
     tokenizer = read_tokenizer(folder)
     special = special_tokens(folder)

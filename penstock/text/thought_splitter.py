@@ -104,6 +104,13 @@ class ThoughtSplitter:
         """Whether all since the last text of the answer was no part of it: a thought, marks, white space."""
         return self._state == "thinking" or (self._leading and not self._buffer.strip())
 
+    @property
+    def pending(self) -> int:
+        """Characters of the answer, as far as is known, that are held back."""
+        if self._state == "thinking":
+            return 0
+        return len(self._buffer.lstrip() if self._leading else self._buffer)
+
     def expects(self, id: int) -> bool:
         """Whether a token is a mark here. Behind a thought, only those between messages are."""
         return id in self.marks and (self._state != "answer" or bool(self._spoken))

@@ -108,6 +108,10 @@ class ChannelSplitter:
     def dropped(self) -> bool:
         return False
 
+    @property
+    def pending(self) -> int:
+        return 0
+
     def expects(self, id: int) -> bool:
         return id in self.marks
 

@@ -73,7 +73,7 @@ DEEPSEEK_V4: dict[str, Any] = {
     "compress_rates": {V4_MIXERS[0]: 4, V4_MIXERS[1]: 32},
     "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "intermediate_size": 24, "sliding_window": 24, "o_groups": 2, "o_lora_rank": 12,
-    "index_n_heads": 16, "index_head_dim": 12, "index_topk": 8, "swiglu_limit": 3.0,
+    "index_n_heads": 16, "index_head_dim": 12, "index_topk": 8, "swiglu_limit": 3.0, "hc_sinkhorn_iters": 4,
 }  # fmt: skip
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,

@@ -263,6 +263,37 @@ def test_attention_to_what_is_chosen_equals_the_reference() -> None:
                 check(name, got, want, 1e-4 if kind == torch.float32 else limit)
 
 
+class Additions:
+    """Something at every place where adapters add something."""
+
+    def scale(self, plain: Tensor) -> None:
+        plain.mul_(2)
+
+    def queries(self, plain: Tensor, made: Tensor) -> None:
+        made.add_(plain.mean(-1, keepdim=True))
+
+    def turn(self, seen: Tensor) -> None:
+        seen.neg_()
+
+    def values(self, seen: Tensor, made: Tensor) -> None:
+        made.add_(seen.mean(-1, keepdim=True))
+
+
+def test_additions_apply_to_sequences_of_any_length() -> None:
+    layout, index = make_layout(4, 32, 16, 8, 20, True), IndexLayout(4, 16, 8, 8, False)
+    batch, blocks = make_batch([40, 5], [(2, 6), (2, 20)])
+    given, cache, _, asked = attention_case(layout, index, with_longest(batch), blocks, torch.float32, torch.float32)
+    q, *rest = given
+    with poisoned_outputs():
+        chosen = ops.choose_tokens(*asked, every=True)
+        got = ops.attend_chosen(q.clone(), *rest, cache.clone(), None, Additions(), chosen)
+    if MODE == "compile":
+        return
+    plain = ReferenceOps()
+    found = plain.choose_tokens(*asked, every=True)
+    check("with additions", got, plain.attend_chosen(q.clone(), *rest, cache, None, Additions(), found), 1e-4)
+
+
 def test_the_same_bits_whatever_else_is_in_the_step() -> None:
     """Deterministic mode, in which every token decodes: alone, in halves, beside longer ones or without any."""
     fixed = TritonOps(DEVICE)

@@ -14,11 +14,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.engine.models.build import prefix_of
 from penstock.engine.models.families import family_of
+from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.model_config import ModelConfig
-
-_HEADS = ("lm_head", "language_model.lm_head")
 
 
 class Stored(Protocol):
@@ -68,7 +66,7 @@ class BaseTensors:
         return self._first((f"{prefix_of(self._stored.names(), tensors)}{tensors.embedding}.weight",))
 
     def of_head(self, kind: str = "weight") -> Tensor | None:
-        found = self._first(f"{head}.{kind}" for head in _HEADS)
+        found = self._first(f"{head}.{kind}" for head in HEADS)
         return self.of_embedding() if found is None and kind == "weight" else found
 
     def named(self, path: str) -> Tensor | None:

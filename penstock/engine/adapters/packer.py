@@ -31,6 +31,7 @@ from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vector_tensors import Changed, VectorTensors
 from penstock.engine.adapters.vectors import SiteVectors
 from penstock.engine.adapters.visits import VisitChanges, changes_of
+from penstock.engine.models.wrappers import senses
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
@@ -147,6 +148,8 @@ class Packer:
         ends: dict[str, dict[str, str]] = {}
         self.prefix = None
         for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+            if senses(key):
+                continue  # its layers are numbered too, but are not the decoder's
             match = _TENSOR.fullmatch(key)
             if match is not None:
                 found.setdefault((int(match[1]), match[2]), {})[match[3]] = key

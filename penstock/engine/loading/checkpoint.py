@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
+from penstock.engine.loading.decoder_alone import DecoderAlone
 from penstock.engine.loading.dequantize import dequantize
-from penstock.engine.loading.expert_stacks import with_stacks
 from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import join_latent_parts, origins, raw_of
@@ -28,7 +28,9 @@ from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
 from penstock.engine.loading.renamed import RenamedCheckpoint
 from penstock.engine.loading.stacked_experts import StackedExperts
+from penstock.engine.loading.text_experts import as_family
 from penstock.engine.models.families import FAMILIES, text_config
+from penstock.engine.models.wrappers import WRAPPERS
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -62,9 +64,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = SafetensorsCheckpoint(path)
     family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
-        return read_quantized(folder)
+        return read_quantized(DecoderAlone(folder) if folder.config.get("model_type") in WRAPPERS else folder)
     named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
-    checkpoint = read_quantized(with_head_norms(with_stacks(named, family.names)))
+    checkpoint = read_quantized(with_head_norms(as_family(named, family.names)))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 
 
@@ -67,7 +68,7 @@ def stacks_among(stored: Collection[str], names: TensorNames) -> list[str]:
 
 def with_stacks(checkpoint: Any, names: TensorNames) -> Any:
     """`checkpoint` under the names of single experts, where it has stacks."""
-    config = checkpoint.config.get("text_config") or checkpoint.config
+    config = decoder_keys(checkpoint.config)
     experts = next(
         (config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), 0
     )

@@ -89,6 +89,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": _stores(file, ".attn_q.bias"),
         "fused_bias": _stores(file, ".attn_qkv.bias"),
         "conv_bias": _stores(file, ".shortconv.in_proj.bias"),
+        "feed_forward_norm": _stores(file, ".ffn_norm.weight"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
     if _stores(file, ".ffn_down.bias") or _stores(file, ".ffn_down_shexp.bias"):

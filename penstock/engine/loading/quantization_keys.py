@@ -15,8 +15,7 @@ from penstock.errors import CheckpointError
 
 FP8 = KeyRules(
     reader="FP8 checkpoints",
-    reference={"expert_dtype": "fp8"},
-    read={"quant_method", "weight_block_size"},
+    read={"quant_method", "weight_block_size", "expert_dtype"},
     limited={
         "activation_scheme": ("dynamic", "static", None),
         "fmt": ("e4m3", "float8_e4m3fn", None),  # older files; the tensors say it anyway

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.fp8 import Fp8Checkpoint, kv_scale
+from penstock.engine.loading.fp8_experts import Fp4ExpertsCheckpoint, expert_dtype
 from penstock.engine.loading.groups import IntGroups, consecutive, from_zero_points, in_groups
 from penstock.engine.loading.packed_words import unpack, unpack_awq
 from penstock.engine.loading.quantization_keys import AWQ, GPTQ, MXFP4, check_compressed, whole_number
@@ -303,7 +304,8 @@ def read_quantized(checkpoint: Source) -> Source:
         raise CheckpointError(f"quantization_config must be an object, found {settings!r:.80}")
     method = settings.get("quant_method")
     if method == "fp8":
-        return Fp8Checkpoint(checkpoint)
+        in_four_bits = expert_dtype(checkpoint.config) == "fp4"
+        return Fp4ExpertsCheckpoint(checkpoint) if in_four_bits else Fp8Checkpoint(checkpoint)
     if method == "gptq":
         return QuantizedCheckpoint(checkpoint, Gptq(settings))
     if method == "awq":

@@ -52,6 +52,7 @@ class RandomCheckpoint:
         self.shapes = reader.shapes
         self._norms = dict.fromkeys(reader.norms, 1.0 - model.norm_offset)
         self._norms |= dict.fromkeys(reader.unshifted_norms, 1.0)
+        self._tables, self._experts = reader.tables, 1 if model.moe is None else model.moe.experts
         names = family_of(model.family).names
         self._embedding = f"{names.prefix}{names.embedding}.weight"
         self._pools: dict[torch.device, Tensor] = {}
@@ -67,6 +68,9 @@ class RandomCheckpoint:
         packed = self.mxfp4(name, where)
         if packed is not None:
             return packed.dense().to(self.dtype)
+        if name in self._tables:  # each token visits neighbours
+            tokens, choices = (torch.arange(size, device=where) for size in shape)
+            return (tokens.unsqueeze(1) + choices) % self._experts
         if name in self._norms:
             return torch.full(shape, self._norms[name], dtype=self.dtype, device=where)
         scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
@@ -127,6 +131,8 @@ class ShapeReader(WeightReader):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.norms: set[str] = set()
         self.unshifted_norms: set[str] = set()
+        self.tables: set[str] = set()
+        """Of experts, by the ids of tokens."""
         self._fused = family_of(model.family).names.fused if fused is None else fused
         self._other = fused is True
         self._nothing = torch.empty(0)
@@ -138,6 +144,8 @@ class ShapeReader(WeightReader):
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape
+        if dtype is torch.int64:
+            self.tables.add(name)
         return torch.empty(shape, device="meta")
 
     def as_stored(self, name: str, *shape: int) -> Tensor:

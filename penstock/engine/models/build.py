@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
-from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.feed_forward import FusedFeedForward, SummedByNorm
 from penstock.engine.models.layers.linear import InlineLinear, Linear, shaped
@@ -22,11 +22,6 @@ from penstock.engine.models.llama import LLAMA_LIKE
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
-
-_PREFIXES = ("", "model.", "language_model.model.", "model.language_model.")
-"""Of the decoder's tensor names where they have not the family's own: of a model without head, as the reference calls
-its own, of multimodal models."""
-_HEADS = ("lm_head", "language_model.lm_head")
 
 
 def build_decoder(
@@ -157,18 +152,12 @@ def _leaving_sums(layer: DecoderLayer) -> DecoderLayer:
     return dataclasses.replace(layer, feed_forward=feed_forward.leaving_sums())
 
 
-def prefix_of(stored: Collection[str], names: TensorNames) -> str:
-    """What the names of the decoder's tensors begin with."""
-    known = (names.prefix, *_PREFIXES)
-    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in stored), names.prefix)
-
-
 def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
     """The matrix of logits, or `rows` of it. A stored head is used, whatever tie_word_embeddings says."""
-    heads = [name for name in _HEADS if f"{name}.weight" in read.names]
+    heads = [name for name in HEADS if f"{name}.weight" in read.names]
     if not heads and not config.tied_embeddings:
         raise CheckpointError(
-            f"the checkpoint has no {_HEADS[0]}.weight, and tie_word_embeddings is false; "
+            f"the checkpoint has no {HEADS[0]}.weight, and tie_word_embeddings is false; "
             f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
         )
     names = family_of(config.family).names

@@ -98,11 +98,12 @@ def _streams(context: LayerContext) -> StreamsConfig:
 
 def _connection(context: LayerContext, name: str) -> HyperConnection:
     read, streams, at = context.read, _streams(context), f"{context.prefix}{name}."
-    ops, size = read.backend.ops, (2 + streams.count) * streams.count
+    ops, n, size = read.backend.ops, streams.count, (2 + streams.count) * streams.count
+    of_read, of_added, of_mixed = read.get(f"{at}scale", 3, dtype=torch.float32)
     return HyperConnection(
         weight=read.get(f"{at}fn", size, streams.count * context.config.hidden_size, dtype=torch.float32),
         base=read.get(f"{at}base", size, dtype=torch.float32),
-        scale=read.get(f"{at}scale", 3, dtype=torch.float32),
+        scale=torch.cat((of_read.expand(n), of_added.expand(n), of_mixed.expand(n * n))),
         streams=streams,
         norm_eps=context.config.rms_eps,
         alone=lambda: ops.batch_invariant,

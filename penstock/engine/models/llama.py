@@ -34,7 +34,9 @@ from penstock.engine.models.layers.experts import (
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.weights import WeightReader
+from penstock.errors import CheckpointError
 
 HASHED = "gate.tid2eid"
 """Of a block of experts, where token ids say which are visited."""
@@ -247,7 +249,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
         sigmoid=backend.ops.sigmoid,
         gains=read.row(f"{block}{names.expert_gains}", moe.experts, torch.float32) if moe.expert_gains else None,
         sqrt_softplus=backend.ops.sqrt_softplus,
-        table=read.get(f"{block}{HASHED}", config.vocab_size, moe.top_k, dtype=torch.int64) if hashed else None,
+        table=_expert_table(read, f"{block}{HASHED}", config.vocab_size, moe) if hashed else None,
         tokens=tokens or StepTokens(),
     )
     table = moe.placement[context.index] if moe.placement else None
@@ -287,6 +289,13 @@ def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:
 
 def softplus(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def _expert_table(read: WeightReader, name: str, vocab: int, moe: MoeConfig) -> Tensor:
+    table = read.get(name, vocab, moe.top_k, dtype=torch.int64)
+    if not table.is_meta and not 0 <= int(table.min()) <= int(table.max()) < moe.experts:
+        raise CheckpointError(f"{name!r} names experts from {int(table.min())} to {int(table.max())} of {moe.experts}")
+    return table
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

@@ -15,7 +15,10 @@ from penstock.engine.models.reference_keys import ROPE
 from penstock.errors import CheckpointError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_KEYS = KeyRules(reader="rotary embeddings", reference=ROPE, read={*ROPE, "type"})
+_SECTIONS = frozenset({"mrope_section", "mrope_interleaved", "interleaved", "xdrope_section"})
+"""How frequencies are shared out between the axes of positions in images. A token of text has the same position on all
+of them, so each frequency turns as it does without sections."""
+_KEYS = KeyRules(reader="rotary embeddings", reference=ROPE, read={*ROPE, "type"}, inert=_SECTIONS)
 
 
 @dataclass(frozen=True, slots=True)

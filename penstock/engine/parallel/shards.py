@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.fp8_experts import Fp4ExpertsCheckpoint
 from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
@@ -34,6 +35,7 @@ from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
 from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN, POOL
 from penstock.engine.models.families import family_of
+from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.weights import Weights
@@ -134,9 +136,9 @@ class Cuts:
                 self._names[name] = name
             elif self.layers[0] <= int(found[2]) < self.layers[1]:
                 self._names[f"{found[1]}{int(found[2]) - self.layers[0]}{found[3]}"] = name
-        stored = [self._names.pop(name) for name in (HEAD, f"language_model.{HEAD}") if name in self._names]
+        stored = [self._names.pop(name) for name in map("{}.weight".format, HEADS) if name in self._names]
         if not stored and model.tied_embeddings:
-            stored = [name for name in self._names if name.endswith(f"{tensors.embedding}.weight")]
+            stored = [f"{prefix_of(self._names, tensors)}{tensors.embedding}.weight"]
         if stored:
             self._names[HEAD] = stored[0]
 
@@ -293,6 +295,8 @@ def shard(weights: Weights, model: ModelConfig, place: Place) -> Weights:
         return ShardedGGUF(weights, model, place)
     if isinstance(weights, QuantizedCheckpoint):
         return ShardedQuantized(weights, model, place)
+    if isinstance(weights, Fp4ExpertsCheckpoint):
+        return ShardedFp4Experts(weights, model, place)
     if isinstance(weights, Fp8Checkpoint):
         return ShardedFp8(weights, model, place)
     if has_mxfp4(weights):
@@ -403,6 +407,10 @@ class ShardedMxfp4(_Sharded):
             self._tell_dense(name, f"a cut at inputs {begin} and {end} goes through a block of {LEAST_GROUP}")
             return None
         return found.inputs(begin, end)
+
+
+class ShardedFp4Experts(ShardedFp8, ShardedMxfp4):
+    """The one with experts of the other."""
 
 
 class ShardedGGUF(_Sharded, GGUFCheckpoint):

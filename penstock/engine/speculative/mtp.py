@@ -22,9 +22,10 @@ from torch import Tensor
 from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.build import compose_one, prefix_of
+from penstock.engine.models.build import compose_one
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
+from penstock.engine.models.families.tensor_names import prefix_of
 from penstock.engine.models.latent import INDEX_KEYS, INDEXER
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig

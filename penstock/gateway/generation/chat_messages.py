@@ -136,6 +136,9 @@ def strip_parts(request: ChatRequest | TokenizeRequest, unknown: UnknownFields) 
 OF_RESPONSES = frozenset(("input_text", "output_text"))
 """What `/v1/responses` calls parts with text."""
 
+_SEEN_OR_HEARD = ("image", "video", "audio")
+"""How parts of messages are called that models with other senses take."""
+
 
 def _part(part: dict[str, Any], at: str) -> str:
     kind = part.get("type")
@@ -143,6 +146,8 @@ def _part(part: dict[str, Any], at: str) -> str:
         if not isinstance(kind, str):
             raise InvalidRequest(f"`{at}.type` must be a string.", param=f"{at}.type")
         instead = "send a part of type `text`" if kind in OF_RESPONSES else "send text"
+        if kind.removeprefix("input_").startswith(_SEEN_OR_HEARD):
+            instead = "of models that see or hear, only the part that reads and writes text is run; send text"
         raise InvalidRequest(
             f"Content parts of type `{kind[:64]}` are not supported yet; {instead}.",
             param=f"{at}.type",

@@ -104,6 +104,7 @@ class Choice:
         "_released",
         "_splitter",
         "_stops",
+        "_text",
         "_toolbox",
         "citer",
         "completion_tokens",
@@ -153,6 +154,7 @@ class Choice:
         usual ones."""
         self.index = index
         self.want_logprobs = want_logprobs
+        self._text = text
         self._ids: list[int] | None = [] if want_ids else None
         self.discard = discard
         self._eos = tuple(text.eos_token_ids if ends is None else ends)
@@ -318,12 +320,18 @@ class Choice:
         for at, token in enumerate(tokens):
             if splitter.expects(token):
                 thought, answer = splitter.mark(token, self._detokenizer.flush())
+                unseen = False
             else:
-                thought, answer = splitter.push(self._detokenizer.push((token,)))
-                if self.want_logprobs and at < len(logprobs) and splitter.may_answer:
-                    self._held.append(TokenPiece(token, self._length, logprobs[at]))
-            while not answer and splitter.dropped and self._held and self._held[-1].offset >= self._length:
-                self._held.pop()
+                offset = self._length + splitter.pending
+                raw = self._detokenizer.push((token,))
+                thought, answer = splitter.push(raw)
+                unseen = not raw  # a control token, or part of a character
+                counts = self.want_logprobs and at < len(logprobs) and splitter.may_answer
+                if counts and not (unseen and self._text.is_special(token)):
+                    self._held.append(TokenPiece(token, offset, logprobs[at]))
+            if splitter.dropped and not unseen:
+                while self._held and self._held[-1].offset >= self._length + len(answer):
+                    self._held.pop()
         if final:
             more = splitter.flush(self._detokenizer.flush())
             thought, answer = thought + more[0], answer + more[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ ELSEWHERE = {
     "mamba2": "mamba2",
 }
 """In `test_gguf_deepseek`, `test_gguf_delta` and `test_gguf_mamba`."""
+OF_IMAGES = {"qwen2vl", "qwen3vl", "qwen3vlmoe"}
+"""Decoders of families under other names, in `test_gguf_multimodal`."""
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -205,8 +208,15 @@ NEXTN = {
 }  # fmt: skip
 
 
-def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None = None, further: int = 0) -> Path:
-    """`experts`: the type in which stacks of experts are stored. `further`: layers for multi-token prediction."""
+def convert(
+    folder: Path,
+    arch: str,
+    experts: gguf.GGMLQuantizationType | None = None,
+    further: int = 0,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """`experts`: the type in which stacks of experts are stored. `further`: layers for multi-token prediction. `more`:
+    keys of the architecture."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     names = NAMES | NEXTN | OTHER_NAMES.get(arch, {})
@@ -288,7 +298,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
     if config.get("clip_qkv"):
         keys["attention.clamp_kqv"] = config["clip_qkv"]
     if "use_parallel_residual" in config:
-        keys["use_parallel_residual"] = config["use_parallel_residual"]
+        keys["use_parallel_residual"] = True  # as converters write it where a checkpoint does not say
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
     if arch in ("glm4moe", "exaone-moe", "dots1"):
@@ -357,6 +367,7 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         for length in ("short", "long"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
+    keys |= more or {}
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
     if experts is None:
         return write_gguf(folder / "model.gguf", metadata, tensors)
@@ -370,7 +381,7 @@ def test_every_family_is_converted() -> None:
     tested = {getattr(transformers, tiny.FAMILIES[family][0]).model_type for family in architectures}
     assert tested == {name for name, family in FAMILIES.items() if family.gguf.architectures}
     read = {name for family in FAMILIES.values() for name in family.gguf.architectures}
-    assert set(architectures.values()) == read
+    assert {*architectures.values(), *OF_IMAGES} == read
 
 
 @pytest.mark.parametrize(

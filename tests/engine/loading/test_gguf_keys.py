@@ -92,6 +92,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30},
+    **{
+        arch: {"attention.layer_norm_epsilon": 1e-5}
+        for arch in ("jais2", "nemotron", "olmo", "phi2", "stablelm", "starcoder2")
+    },
     "lfm2": {"shortconv.l_cache": 4, "attention.head_count_kv": [0, 2]},
     "lfm2moe": {
         "shortconv.l_cache": 4, "attention.head_count_kv": [0, 2], "expert_count": 4, "expert_used_count": 2,
@@ -155,6 +159,8 @@ def reads_patterns(arch: str) -> bool:
 def _means_nothing(key: str, value: Any, arch: str) -> bool:
     if key == PATTERN and reads_patterns(arch):
         return True  # of two layers many patterns mean the same; they have a test of their own
+    if key == "use_parallel_residual" and arch == "stablelm":
+        return True  # which layers' norms say
     if key == "rope.dimension_sections" and arch.startswith("qwen35"):
         return True  # axes of images: of text all are the position
     if arch == "mamba2" and key.startswith(("attention.", "rope.", "feed_forward", "context_")):

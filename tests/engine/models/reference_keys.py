@@ -15,6 +15,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from transformers import AutoModel, PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from penstock.engine.loading.keys import ABSENT
-from penstock.engine.models.families import FAMILIES as DESCRIPTORS
+from penstock.engine.models.families import TEXT_TYPES, WRAPPERS
+from tests.engine.multimodal import TEXT_TYPES as TINY_TEXT_TYPES
 from tests.engine.tiny import COMMON, FAMILIES, AutoModelForCausalLM
 
 TARGET = Path(__file__).parents[3] / "penstock/engine/models/reference_keys.py"
@@ -63,6 +65,9 @@ def tables() -> dict[str, Any]:
     classes["bert"] = keys(transformers.BertConfig, transformers.BertConfig(**bert, vocab_size=50))
     shared = set.intersection(*({(key, repr(value)) for key, value in found.items()} for found in classes.values()))
     names = sorted(key for key, _ in shared)
+    for kind in sorted(TEXT_TYPES):
+        cls = transformers.CONFIG_MAPPING[kind]
+        classes[kind] = keys(cls, cls(**{**COMMON, **TINY_TEXT_TYPES[kind]}))
     own = {name: {key: value for key, value in found.items() if key not in names} for name, found in classes.items()}
     wrappers = {
         kind: {
@@ -70,7 +75,7 @@ def tables() -> dict[str, Any]:
             for key, value in declared(transformers.CONFIG_MAPPING[kind]).items()
             if key not in names or value != classes["llama"][key]
         }
-        for kind in sorted({family.multimodal_type for family in DESCRIPTORS.values()} - {""})
+        for kind in sorted(WRAPPERS)
     }
     return {
         "SHARED": {key: classes["llama"][key] for key in names},
@@ -120,13 +125,21 @@ def attributes_read(config: PreTrainedConfig) -> set[str]:
     """Attributes that building and running the model asks for, except methods and what classes set for themselves."""
     with recorded(PreTrainedConfig) as names, torch.inference_mode():
         auto = AutoModel if isinstance(config, transformers.BertConfig) else AutoModelForCausalLM
-        model = auto.from_config(config, dtype=torch.float32).eval()
+        build = text_model(type(config)) if config.model_type in TEXT_TYPES else auto.from_config
+        model = build(config, dtype=torch.float32).eval()
         output = model(torch.tensor([[1, 2, 3]]))
         if "past_key_values" in output:
             model(torch.tensor([[4]]), past_key_values=output.past_key_values)
     return {
         name for name in names if not name.startswith("__") and name not in INTERNAL and is_data(type(config), name)
     }
+
+
+def text_model(config: type[PreTrainedConfig]) -> Any:
+    """How the decoder of a wrapper is built, which the library's automatic classes do not know."""
+    module = import_module(config.__module__.replace("configuration_", "modeling_"))
+    found = [each for name, each in vars(module).items() if name.endswith("TextModel") and each.config_class is config]
+    return found[0]._from_config
 
 
 def is_data(cls: type, name: str) -> bool:

@@ -124,7 +124,7 @@ def test_each_key_is_honoured_or_refused(method: str, values_tried: list[Any], d
         ("gptq", {"a_switch_of_tomorrow": True}, "a_switch_of_tomorrow"),
         ("awq", {"zero_point": False}, "zero_point"),
         ("awq", {"version": "llm-awq"}, "llm-awq"),
-        ("fp8-tiles", {"expert_dtype": "fp4"}, "expert_dtype"),
+        ("fp8-tiles", {"expert_dtype": "nf4"}, "expert_dtype"),
         ("fp8-tiles", {"weight_block_size": [128]}, "weight_block_size"),
         ("fp8-tiles", {"weight_block_size": None}, "names no tiles"),
         ("packed", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config"),

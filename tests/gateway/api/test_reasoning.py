@@ -118,6 +118,11 @@ async def test_white_space_inside_an_answer_has_logprobs(serving: Serving, tmp_p
         choice = (await running.chat(logprobs=True)).json()["choices"][0]
         tokens = [token["token"] for token in choice["logprobs"]["content"]]
         assert "".join(tokens) == choice["message"]["content"] == "<thin air>"
+    said = "<think>Hm.</think><answer>\né <</b></answer>\n日"
+    async with serving(scripted(text, said), text=text, served={"reasoning": "hunyuan"}) as running:
+        choice = (await running.chat(logprobs=True)).json()["choices"][0]
+        spelled = bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"])
+        assert spelled.decode() == choice["message"]["content"] == "é <</b>日", "also characters of several tokens"
     async with serving(scripted(text, "<thin air>"), text=text, served={"reasoning": "think"}) as running:
         choice = (await running.chat(logprobs=True)).json()["choices"][0]
         tokens = [token["token"] for token in choice["logprobs"]["content"]]

@@ -182,6 +182,18 @@ async def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(serving: S
         assert (await gateway.chat()).status_code == 200
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "video_url"])
+async def test_what_is_seen_or_heard_is_refused_as_such(serving: Serving, kind: str) -> None:
+    """Of a model that was made for images too, clients expect that it takes them."""
+    async with serving() as gateway:
+        content = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:image/png;base64,AA"}}]
+        reply = await gateway.chat(messages=[{"role": "user", "content": content}])
+        assert reply.status_code == 400 and not gateway.engine.seen
+        error = assert_shape(reply.json())
+        assert error["param"] == "messages[0].content[1].type"
+        assert f"`{kind}`" in error["message"] and "reads and writes text" in error["message"]
+
+
 async def test_what_means_nothing_is_accepted(serving: Serving) -> None:
     async with serving() as gateway:
         reply = await gateway.chat(

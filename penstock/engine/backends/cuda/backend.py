@@ -74,10 +74,11 @@ class CudaBackend(TorchCudaBackend):
             few_bits = self._invariant(form, config, dtype, weights)
             return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, few_bits, self.device, dtype))
         if form == "fp8" and config.weights == "auto" and _stays_in_tiles(weights):
-            return WeightPlan(BlockFp8Quantizer(self.device))
-        if form == "auto" and not stores_groups(weights):
-            form = "dense"
-        plan = self._plan(form, config, dtype)
+            plan = WeightPlan(BlockFp8Quantizer(self.device))
+        elif form == "auto" and not stores_groups(weights):
+            plan = self._plan("dense", config, dtype)
+        else:
+            plan = self._plan(form, config, dtype)
         if has_mxfp4(weights) and config.weights != "dense":
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan

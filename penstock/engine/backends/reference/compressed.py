@@ -114,7 +114,7 @@ class _Layer:
             state.running[new.writes] = running
             if state.before is not None and before is not None:
                 state.before[new.writes] = before
-            done = ((new.positions + 1) % layout.rate == 0).nonzero().flatten()
+            done = new.completing(layout.rate)
             which = new.positions[done].unsqueeze(1) // layout.rate
             self._store(made[done], which, new.tables[done], inputs, entries)
         count = new.longest // layout.rate if layout.rate else 0

@@ -5,7 +5,7 @@ What follows another segment of its sequence comes in a later wave. Single token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
 import torch
@@ -41,8 +41,21 @@ class Singles:
     writes: Tensor
     tables: Tensor
     """[N, max_blocks]."""
-    longest: int
-    """The largest context, the tokens themselves included."""
+    starts: list[int]
+    """The positions, on the host."""
+    _completing: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """The largest context, the tokens themselves included."""
+        return max(self.starts) + 1
+
+    def completing(self, rate: int) -> Tensor:
+        """int64 [n]: which of them are the last of `rate` tokens. Nothing waits for the device."""
+        if rate not in self._completing:
+            which = [at for at, start in enumerate(self.starts) if (start + 1) % rate == 0]
+            self._completing[rate] = torch.tensor(which, dtype=torch.int64, device=self.at.device)
+        return self._completing[rate]
 
     def split(self, size: int) -> list[Singles]:
         if len(self.at) <= size:
@@ -55,7 +68,7 @@ class Singles:
                 self.reads[part],
                 self.writes[part],
                 self.tables[part],
-                self.longest,
+                self.starts[part],
             )
             for part in parts
         ]
@@ -112,4 +125,4 @@ def _wave(segments: list[Segment], batch: AttentionBatch) -> Wave:
         [[one.begin, one.start, one.read, one.write, one.row] for one in ones], device=device
     ).t()
     tables = batch.block_tables[row]
-    return Wave(Singles(at, start, read, write, tables, max(one.start for one in ones) + 1), longer)
+    return Wave(Singles(at, start, read, write, tables, [one.start for one in ones]), longer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from penstock.engine.loading.keys import KeyRules
+from penstock.engine.loading.keys import ABSENT, KeyRules
 from penstock.engine.models.families.afmoe import AFMOE
 from penstock.engine.models.families.apertus import APERTUS
 from penstock.engine.models.families.arcee import ARCEE
@@ -13,7 +14,7 @@ from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.cohere2_moe import COHERE2_MOE
-from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.config_keys import INERT, READ, reference_of
 from penstock.engine.models.families.cwm import CWM
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
@@ -85,20 +86,25 @@ from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.stablelm import STABLELM
 from penstock.engine.models.families.starcoder2 import STARCODER2
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.families.text_types import TEXT_TYPES
 from penstock.engine.models.families.youtu import YOUTU
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
 from penstock.engine.models.transformers.config import read_library_config
+from penstock.engine.models.wrappers import WRAPPERS, Wrapper
 from penstock.errors import CheckpointError
 
 __all__ = [
     "FAMILIES",
+    "TEXT_TYPES",
+    "WRAPPERS",
     "ConfigFields",
     "Family",
     "GGUFKeys",
     "HFConfig",
     "TensorNames",
+    "decoder_type",
     "family_of",
     "family_of_gguf",
     "gguf_architectures",
@@ -195,25 +201,70 @@ FAMILIES: dict[str, Family] = {
 
 
 def text_config(raw: HFConfig) -> HFConfig:
-    """The decoder's keys: those of a multimodal model are one level down, and only its decoder is run."""
-    inner, model_type = raw.get("text_config"), raw.get("model_type")
-    for family in FAMILIES.values():
-        if inner and family.multimodal_type and model_type == family.multimodal_type:
-            wrapper = CLASSES.get(family.multimodal_type, CLASSES["gemma3"])
-            _beside_text(wrapper).check(raw)
-            tied = raw.get("tie_word_embeddings", wrapper["tie_word_embeddings"])
-            return {"model_type": family.model_type, **inner, "tie_word_embeddings": tied}
-    return raw
+    """The decoder's keys, in a family's terms: those of a multimodal model are one level down, and only its decoder is
+    run. Where no family has the decoder, the keys as they are."""
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is None:
+        return raw
+    given = wrapper.keys_of(raw)
+    if given is None:
+        raise CheckpointError(
+            f"config.json: a {wrapper.model_type} model must have {wrapper.key}, with its decoder's keys"
+        )
+    if wrapper.decoder in WRAPPERS:
+        _beside_text(wrapper).check(raw)
+        return text_config({**given, "model_type": wrapper.decoder})
+    kind = decoder_type(raw)
+    own = TEXT_TYPES.get(kind)
+    family = FAMILIES.get(own.family if own else kind)
+    if family is None:
+        return raw
+    if given is not raw:
+        _beside_text(wrapper).check(raw)
+    tied = _tied(wrapper, raw, given, kind)
+    keys = own.keys(family, _without(given, wrapper)) if own else {**given, "model_type": family.model_type}
+    return {**keys, "tie_word_embeddings": tied}
 
 
-def _beside_text(wrapper: HFConfig) -> KeyRules:
-    """For what stands beside `text_config`."""
+def decoder_type(raw: HFConfig) -> str:
+    """What the decoder of a model is called, where the reference looks for it."""
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is None:
+        return str(raw.get("model_type"))
+    given = wrapper.keys_of(raw) or {}
+    if wrapper.decoder in WRAPPERS:
+        return decoder_type({**given, "model_type": wrapper.decoder})
+    kind = wrapper.decoder if wrapper.fixed else str(given.get("model_type", wrapper.decoder))
+    return wrapper.renamed.get(kind, kind)
+
+
+def _without(given: HFConfig, wrapper: Wrapper) -> HFConfig:
+    """Without the wrapper's own keys, where the decoder's stand beside them."""
+    own = CLASSES[wrapper.model_type].keys() - READ
+    return {key: value for key, value in given.items() if key not in own} if wrapper.flat else given
+
+
+def _tied(wrapper: Wrapper, raw: HFConfig, given: HFConfig, kind: str) -> Any:
+    """Whether the head is the embedding, where a checkpoint has none."""
+    default = CLASSES[wrapper.model_type].get("tie_word_embeddings", False)
+    inner = given.get("tie_word_embeddings", reference_of(kind).get("tie_word_embeddings", False))
+    if wrapper.tied_by == "decoder":
+        return inner
+    own = raw.get(wrapper.tied_key, raw.get("tie_word_embeddings", default))
+    if own is None or (wrapper.tied_by == "either" and own is False):
+        return False if inner is ABSENT else inner
+    return own
+
+
+def _beside_text(wrapper: Wrapper) -> KeyRules:
+    """For what stands beside the decoder's keys."""
+    known = CLASSES[wrapper.model_type]
     return KeyRules(
-        reader="decoders of multimodal models",
-        reference={**SHARED, **wrapper},
-        read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
+        reader=f"decoders of {wrapper.model_type} models",
+        reference={**SHARED, **known},
+        read={"model_type", wrapper.key, *wrapper.older_keys, "tie_word_embeddings", "quantization_config"},
         limited={"is_causal": (True,), "per_layer_config": (None, {})},
-        inert=INERT | wrapper.keys(),  # images: the text's decoder does not see them
+        inert=INERT | known.keys(),  # images: the text's decoder does not see them
     )
 
 
@@ -229,6 +280,9 @@ def family_of(model_type: str) -> Family:
 
 def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
+    wrapper = WRAPPERS.get(str(raw.get("model_type")))
+    if wrapper is not None and wrapper.refused:
+        raise CheckpointError(f"{wrapper.model_type} models are not run: {wrapper.refused}")
     raw = text_config(raw)
     model_type = raw.get("model_type", "")
     if not isinstance(model_type, str):
@@ -263,6 +317,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
         fields["tied_embeddings"] = flag(raw, "tie_word_embeddings")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
+    if wrapper is not None and wrapper.own_head:
+        fields |= {"logit_scale": 1.0, "logit_softcap": None}
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,

@@ -172,7 +172,6 @@ DEEPSEEK_V3 = Family(
     limits={**_LIMITS, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     gguf=V3_FORMAT,
     names=LATENT_NAMES,
-    multimodal_type="kimi_k25",
     architecture=latent_architecture,
 )
 KIMI_K2 = Family(

@@ -38,6 +38,9 @@ HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
 NEXTN_KEY = "nextn_predict_layers"
 """Of GGUF files: how many of their layers are for multi-token prediction, behind the others."""
+AXES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
+"""Keys of GGUF files whose model also takes images: how frequencies are shared out between the axes of positions, which
+are all the same for text, and to how many layers something of an image is added."""
 MOST_LAYERS = 10_000
 """More than any model has; a damaged file must not fill memory with layers."""
 SILU = ("silu", "swish")
@@ -239,8 +242,6 @@ class Family:
     """Added to norm weights when they are read: Gemma stores them minus one (GGUF files do not)."""
     names: TensorNames = LLAMA_NAMES
     gguf: GGUFFormat
-    multimodal_type: str = ""
-    """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
     reference: str = ""
     """The `model_type` whose class the reference reads such files with, where it is another."""
     own_name: Callable[[str], str] | None = None

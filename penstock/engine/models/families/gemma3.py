@@ -56,5 +56,4 @@ GEMMA3 = Family(
         config=_from_gguf,
         reads=frozenset({"final_logit_softcapping", "attention.sliding_window_pattern"}),
     ),
-    multimodal_type="gemma3",
 )

@@ -192,7 +192,6 @@ GEMMA4 = Family(
     hidden_act=TANH,
     names=_NAMES,
     gguf=GGUFFormat(architectures=()),
-    multimodal_type="gemma4",
     architecture=gemma4_architecture,
 )
 GEMMA4_UNIFIED = dataclasses.replace(
@@ -201,6 +200,5 @@ GEMMA4_UNIFIED = dataclasses.replace(
     class_name="Gemma4UnifiedForCausalLM",
     fields=_fields,
     reads=_READS,
-    multimodal_type="gemma4_unified",
 )
 """Of models that read images and sounds without an encoder; their decoders are dense."""

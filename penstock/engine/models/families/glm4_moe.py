@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import (
+    AXES,
     NEXTN_KEY,
     SILU,
     ConfigFields,
@@ -71,7 +72,7 @@ GLM4_MOE = Family(
     gguf=GGUFFormat(
         architectures=("glm4moe",),
         config=_from_gguf,
-        reads=CORRECTED_GGUF | {NEXTN_KEY},
+        reads=CORRECTED_GGUF | AXES | {NEXTN_KEY},
         whole_head_rotated=False,
         windowed=False,
         tensors={

@@ -164,5 +164,4 @@ LLAMA4 = Family(
             "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
         },
     ),
-    multimodal_type="llama4",
 )

@@ -29,5 +29,4 @@ MISTRAL = Family(
     fields=mistral_fields,
     reads=frozenset({"sliding_window"}),
     gguf=GGUFFormat(architectures=("llama", "mistral3"), applies=_applies, interleaved_rope=True),
-    multimodal_type="mistral3",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.models.families.family import (
+    AXES,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -33,5 +34,5 @@ QWEN2 = Family(
     class_name="Qwen2ForCausalLM",
     fields=_fields,
     reads=WINDOW_KEYS | {"attention_bias"},  # which GGUF files say; the biases are always there
-    gguf=GGUFFormat(architectures=("qwen2",), windowed=False),
+    gguf=GGUFFormat(architectures=("qwen2", "qwen2vl"), reads=AXES, windowed=False),
 )

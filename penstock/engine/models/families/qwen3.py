@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, HFConfig, llama_fields
+from penstock.engine.models.families.family import AXES, ConfigFields, Family, GGUFFormat, HFConfig, llama_fields
 from penstock.engine.models.families.qwen2 import WINDOW_KEYS, qwen_windows
 
 
@@ -15,5 +15,5 @@ QWEN3 = Family(
     class_name="Qwen3ForCausalLM",
     fields=_fields,
     reads=WINDOW_KEYS | {"attention_bias"},
-    gguf=GGUFFormat(architectures=("qwen3",), windowed=False),
+    gguf=GGUFFormat(architectures=("qwen3", "qwen3vl"), reads=AXES, windowed=False),
 )

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, GGUFKeys, HFConfig, layer_count
+from penstock.engine.models.families.family import (
+    AXES,
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    GGUFKeys,
+    HFConfig,
+    layer_count,
+)
 from penstock.engine.models.families.qwen3_next import (
     GGUF_EXPERTS,
     GGUF_READS,
@@ -38,10 +46,6 @@ def _moe_from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
     return hybrid_from_gguf(key, config) | experts_from_gguf(key)
 
 
-AXES = frozenset({"rope.dimension_sections"})
-"""Of positions in images; those of text are all the same."""
-
-
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
@@ -58,7 +62,6 @@ QWEN3_5 = Family(
         delta_nets="tiled",
         tensors=GGUF_TENSORS,
     ),
-    multimodal_type="qwen3_5",
     architecture=hybrid_architecture,
 )
 
@@ -79,6 +82,5 @@ QWEN3_5_MOE = Family(
         delta_nets="tiled",
         tensors=GGUF_TENSORS,
     ),
-    multimodal_type="qwen3_5_moe",
     architecture=hybrid_architecture,
 )

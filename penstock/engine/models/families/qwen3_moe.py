@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import (
+    AXES,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -62,9 +63,9 @@ QWEN3_MOE = Family(
     fields=_fields,
     reads=_KEYS,
     gguf=GGUFFormat(
-        architectures=("qwen3moe",),
+        architectures=("qwen3moe", "qwen3vlmoe"),
         config=_from_gguf,
-        reads=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+        reads=AXES | {"expert_count", "expert_used_count", "expert_feed_forward_length"},
         windowed=False,
     ),
 )

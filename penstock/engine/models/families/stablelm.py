@@ -42,14 +42,12 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    parallel = keys("use_parallel_residual", True)
-    if not isinstance(parallel, bool):
-        raise CheckpointError(f"use_parallel_residual must be true or false, found {parallel!r:.80}")
+    """Converters write `use_parallel_residual` also where it is not so; as in llama.cpp the second norm decides."""
     return {
         "layer_norm_eps": config["rms_norm_eps"],
         "use_qkv_bias": config["attention_bias"] or config["fused_bias"],
         "attention_bias": False,  # which such files call otherwise
-        "use_parallel_residual": parallel,
+        "use_parallel_residual": not config["feed_forward_norm"],
         "qk_layernorm": config["use_qk_norm"],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -75,3 +76,18 @@ class TensorNames:
 
 
 LLAMA_NAMES = TensorNames()
+
+PREFIXES = (
+    "", "model.", "language_model.model.", "model.language_model.", "language_model.", "model.text_model.",
+    "thinker.model.", "thinker.model.language_model.",
+)  # fmt: skip
+"""Of the decoder's tensor names where they have not the family's own: of a model without head, as the reference calls
+its own, and of multimodal models, published before and after the reference gave all of theirs the same form."""
+HEADS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
+"""The matrix of logits, likewise."""
+
+
+def prefix_of(stored: Collection[str], names: TensorNames) -> str:
+    """What the names of the decoder's tensors begin with."""
+    known = (names.prefix, *PREFIXES, f"language_model.{names.prefix}")
+    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in stored), names.prefix)

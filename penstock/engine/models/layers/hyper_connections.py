@@ -45,7 +45,7 @@ class HyperConnection:
     """float32 [(2 + n) * n, n * hidden] for n streams: for what is read, what is added, what is mixed."""
     base: Tensor
     scale: Tensor
-    """float32: [(2 + n) * n] and [3], of the three."""
+    """float32 [(2 + n) * n]: what is added to the scores, once they are multiplied by the other."""
     streams: StreamsConfig
     norm_eps: float
     alone: Callable[[], bool]
@@ -58,9 +58,7 @@ class HyperConnection:
 
     def _enter(self, streams: Tensor) -> Entered:
         n, eps = self.streams.count, self.streams.eps
-        scores = F.linear(_normed(streams, self.norm_eps), self.weight)
-        scales = self.scale.repeat_interleave(torch.tensor([n, n, n * n], device=self.scale.device))
-        scores = scores * scales + self.base
+        scores = F.linear(_normed(streams, self.norm_eps), self.weight) * self.scale + self.base
         read, added, mixed = scores[:, :n], scores[:, n : 2 * n], scores[:, 2 * n :]
         weights = mixed.reshape(-1, n, n).softmax(-1) + eps
         weights = weights / (weights.sum(-2, keepdim=True) + eps)

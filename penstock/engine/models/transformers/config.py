@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.wrappers import PLAIN_HEAD, WRAPPERS
 from penstock.errors import CheckpointError, needs_extra
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def read_library_config(raw: Mapping[str, Any], families: str) -> ModelConfig:
     config = _config_object(raw, model_type, families)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"a {model_type} model has an encoder and a decoder; only decoders are run")
-    text = config.get_text_config(decoder=True)
+    text = decoder_config(config)
     layers, hidden = _count(text, "num_hidden_layers"), _count(text, "hidden_size")
     attends = hasattr(text, "num_attention_heads") or not _known(model_type)
     heads = _count(text, "num_attention_heads") if attends else 1
@@ -65,7 +66,7 @@ def read_library_config(raw: Mapping[str, Any], families: str) -> ModelConfig:
         rms_eps=0.0,
         rope=RopeConfig(),
         windows=(None,) * layers,
-        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        tied_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         attention_scale=1.0,
         by_transformers=True,
     )
@@ -122,7 +123,28 @@ def _known(model_type: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return model_type in CONFIG_MAPPING and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    generates = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in WRAPPERS
+    return model_type in CONFIG_MAPPING and generates
+
+
+def decoder_config(config: Any) -> Any:
+    """The decoder's configuration of a wrapper, with what the wrapper says of its head; of any other model its own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    wrapper, text = WRAPPERS.get(getattr(config, "model_type", "")), config.get_text_config(decoder=True)
+    if wrapper is None or text is config:
+        return text
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise CheckpointError(
+            f"a {wrapper.model_type} model around a {text.model_type} decoder is not run: neither we nor transformers "
+            "have that decoder alone"
+        )
+    if wrapper.tied_by != "decoder":
+        text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
+    for key, plain in PLAIN_HEAD.items():
+        if wrapper.own_head and hasattr(text, key):
+            setattr(text, key, plain)
+    return text
 
 
 def _config_object(raw: Mapping[str, Any], model_type: str, families: str) -> Any:

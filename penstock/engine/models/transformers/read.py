@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.models.transformers.body import CannotDivide
+from penstock.engine.models.transformers.config import decoder_config
 from penstock.engine.models.transformers.linears import integer_matrices
 from penstock.engine.models.weights import Weights
+from penstock.engine.models.wrappers import ALONE, WRAPPERS, senses
 from penstock.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -38,11 +40,14 @@ def read_model(
 ) -> Any:
     """`trusted`: the checkpoint's own code runs. `stored`: the checkpoint, where it has weights in few bits."""
     library: Any = import_module("transformers")
-    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    wrapped = model_type in WRAPPERS
+    if wrapped and stored is None:
+        options["key_mapping"] = dict(ALONE)
     absent: list[Callable[[str], bool]] = []
     with _LOADING, _quiet(reports=not reduce):
         try:
-            if stored is None and not reduce:
+            if stored is None and not reduce and not wrapped:
                 model, found = library.AutoModelForCausalLM.from_pretrained(
                     str(folder), trust_remote_code=trusted, local_files_only=True, use_safetensors=True, **options
                 )
@@ -65,7 +70,8 @@ def read_model(
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}; it is incomplete: fetch it again")
-    unused = sorted(name for name in found["unexpected_keys"] if not any(elsewhere(name) for elsewhere in absent))
+    elsewhere = [*absent, senses] if wrapped else absent
+    unused = sorted(name for name in found["unexpected_keys"] if not any(where(name) for where in elsewhere))
     if unused:
         log.warning("%d tensors of the checkpoint are not used by its model, such as %s", len(unused), unused[0])
     return model.eval().requires_grad_(False)
@@ -88,6 +94,8 @@ def _class_and_config(library: Any, folder: Path, trusted: bool) -> tuple[Any, A
         vars(part).pop("quantization_config", None)
     if not trusted:
         factory: Any = import_module("transformers.models.auto.auto_factory")
+        if config.model_type in WRAPPERS:
+            config = decoder_config(config)
         kind = factory._get_model_class(config, library.AutoModelForCausalLM._model_mapping)
         if kind.config_class == config.sub_configs.get("text_config"):
             config = config.get_text_config()

@@ -92,16 +92,16 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    seq = (first + tl.program_id(0)).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     head = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     launch_successor(PDL)
     if SOURCE == LIST:
+        seq += first
         wait_for_inputs(PDL)  # how long lists are was made in this step
-        row = seq * 0
-    else:
-        row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
     context = tl.load(context_ptr + seq)
+    # Lists say everything themselves.
+    row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64) if SOURCE != LIST else 0
     listed = context > MOST if SOURCE == EITHER else SOURCE == LIST
     share, active = _shares(context, min_tiles, BLOCK_N, SPLITS, MOST)
     begin = split * share * BLOCK_N
