@@ -47,8 +47,8 @@ def test_the_sdk_gets_the_references_tokens(served: tuple[Server, object, Path])
 
 def test_it_is_listed_and_refuses_images(served: tuple[Server, object, Path]) -> None:
     server = served[0]
-    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-    assert model["id"] == "tiny" and model["runs_through"] == "penstock" and model["max_model_len"] > 0
+    listed = {model["id"]: model for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    assert listed["tiny"]["runs_through"] == "penstock" and listed["tiny"]["max_model_len"] == 1024
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     content = [{"type": "text", "text": "what is this?"}, image]
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}

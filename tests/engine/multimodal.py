@@ -88,7 +88,7 @@ QWEN4_EXP = {
     "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
-THROUGH_LIBRARY = ("llava-starcoder2", "internvl-vaultgemma")
+THROUGH_LIBRARY = ("llava-diffllama", "internvl-vaultgemma")
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("qwen2_vl", TEXT_TYPES["qwen2_vl_text"], {}),
     "qwen2_5_vl": ("qwen2_5_vl", TEXT_TYPES["qwen2_5_vl_text"], {}),
@@ -142,9 +142,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ernie4_5_vl_moe": ("ernie4_5_vl_moe", TEXT_TYPES["ernie4_5_vl_moe_text"], {}),
     "paddleocr_vl": ("paddleocr_vl", TEXT_TYPES["paddleocr_vl_text"], {}),
     "hunyuan_vl": ("hunyuan_vl", TEXT_TYPES["hunyuan_vl_text"], {}),
-    "gemma4": ("gemma4", {**_foreign("gemma4_text-small"), "pad_token_id": 0}, {}),
-    "gemma4_unified": ("gemma4_unified", {**_foreign("gemma4_text-shared"), "pad_token_id": 0}, {}),
+    "gemma4": ("gemma4", {**_text("gemma4-small"), "pad_token_id": 0}, {}),
+    "gemma4_unified": ("gemma4_unified", {**_text("gemma4-unified"), "pad_token_id": 0}, {}),
     "llava-starcoder2": ("llava", _foreign("starcoder2"), {"vision_config": _CLIP}),
+    "llava-minicpm3": ("llava", _foreign("minicpm3"), {"vision_config": _CLIP}),
+    "llava-diffllama": ("llava", _foreign("diffllama"), {"vision_config": _CLIP}),
+    "hyperclovax_vision_v2": ("hyperclovax_vision_v2", _text("hyperclovax"), {"tie_word_embeddings": False}),
     "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""

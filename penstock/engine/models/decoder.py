@@ -89,8 +89,8 @@ class Decoder(ABC):
 
     @property
     def captured_context(self) -> int | None:
-        """The longest context of steps that may be recorded or captured: those with longer ones compute something
-        else. None: any."""
+        """The longest context of steps that may be recorded or captured together: those with longer ones compute
+        something else, and are launched or have graphs of their own. None: any."""
         latent = self.config.latent
         return None if latent is None or latent.index is None else latent.index.most
 

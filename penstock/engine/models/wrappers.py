@@ -94,6 +94,7 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="qianfan_ocr", decoder="qwen3"),
         Wrapper(model_type="aya_vision", decoder="cohere2"),
         Wrapper(model_type="cohere2_vision", decoder="cohere2"),
+        Wrapper(model_type="hyperclovax_vision_v2", decoder="hyperclovax", own_head=False),
         Wrapper(model_type="lfm2_vl", decoder="lfm2", tied_key="tie_embedding"),
         Wrapper(model_type="exaone4_5", decoder="exaone4", renamed={"exaone4_5_text": "exaone4"}),
         Wrapper(
@@ -111,10 +112,10 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="ernie4_5_vl_moe", decoder="ernie4_5_vl_moe_text", fixed=True),
         Wrapper(model_type="paddleocr_vl", decoder="paddleocr_vl_text", fixed=True, flat=True, tied_by="either"),
         Wrapper(model_type="hunyuan_vl", decoder="hunyuan_vl_text", fixed=True, flat=True, tied_by="either"),
-        # Around one that runs through transformers
-        Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4", decoder="gemma4_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
+        # Around one that runs through transformers
+        Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(model_type="qwen4_exp", decoder="qwen4_exp_text", fixed=True),
         Wrapper(
             model_type="paligemma",

@@ -223,7 +223,7 @@ def test_tokens_that_stand_for_images_are_tokens_like_others(name: str, tmp_path
     [
         ("qwen2_5_vl", "gptq"),
         pytest.param("qwen2_5_vl", "fp8", marks=pytest.mark.slow),
-        pytest.param("llava-starcoder2", "gptq", marks=pytest.mark.slow),
+        pytest.param("llava-diffllama", "gptq", marks=pytest.mark.slow),
     ],
 )
 def test_weights_in_few_bits(name: str, layout: str, tmp_path: Path) -> None:
@@ -240,7 +240,13 @@ def test_weights_in_few_bits(name: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
-    [("qwen3_vl", 2, 2), ("glm4v_moe", 2, 1), ("qwen2_5_omni", 1, 2), ("gemma4", 2, 1), ("llava-starcoder2", 2, 1)],
+    [
+        ("qwen3_vl", 2, 2),
+        ("glm4v_moe", 2, 1),
+        ("qwen2_5_omni", 1, 2),
+        ("gemma4", 2, 1),
+        ("llava-diffllama", 2, 1),
+    ],
 )
 def test_several_ranks_give_the_tokens_of_one(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
     """Layers of what sees are numbered as well; the head may be the embedding, under a name of several."""

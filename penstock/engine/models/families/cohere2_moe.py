@@ -86,7 +86,7 @@ COHERE2_MOE = Family(
         "prefix_dense_intermediate_size", "prefix_dense_sliding_window_pattern", "shared_expert_combination_strategy",
         "sliding_window", "sliding_window_pattern",
     }),
-    limits={"hidden_act": SILU},
+    limits={"hidden_act": SILU, "rope_scaling": (None, {})},  # the reference's class has this key, and ignores it
     names=PARALLEL_NAMES,
     gguf=GGUFFormat(architectures=()),
     architecture=centred_architecture,

@@ -30,7 +30,8 @@ def _fields(raw: HFConfig) -> ConfigFields:
         scoring="sigmoid",
         correction_bias=True,
         scale=number(raw, "router_scaling_factor"),
-        shared_ffn_size=ffn * count(raw, "num_shared_experts"),
+        # With none, the reference has one of the dense layers' width.
+        shared_ffn_size=ffn * count(raw, "num_shared_experts") or integer(raw, "intermediate_size"),
     )
     return {**llama_fields(raw), "qk_norm": True, "moe": moe if any(sparse) else None}
 

@@ -79,11 +79,11 @@ LLAMA_NAMES = TensorNames()
 
 PREFIXES = (
     "", "model.", "language_model.model.", "model.language_model.", "language_model.", "model.text_model.",
-    "thinker.model.", "thinker.model.language_model.",
+    "model.language_model.model.", "thinker.model.", "thinker.model.language_model.",
 )  # fmt: skip
 """Of the decoder's tensor names where they have not the family's own: of a model without head, as the reference calls
 its own, and of multimodal models, published before and after the reference gave all of theirs the same form."""
-HEADS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
+HEADS = ("lm_head", "language_model.lm_head", "model.language_model.lm_head", "thinker.lm_head")
 """The matrix of logits, likewise."""
 
 

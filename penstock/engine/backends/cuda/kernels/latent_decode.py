@@ -109,8 +109,8 @@ def _decode_kernel(
         context = tl.minimum(context, MOST)
     end = tl.minimum(begin + share * BLOCK_N, context)
     table = table_ptr + row * table_stride
-    if PDL and SOURCE != LIST:  # noqa: SIM102 - known when compiled; the other is not
-        if (begin < end) & (listed == 0):
+    if PDL and SOURCE == TABLE:  # noqa: SIM102 - known when compiled; the other is not
+        if begin < end:
             # The first tokens of the share may be on their way before the queries are there.
             CACHED: tl.constexpr = LATENT + ROTARY
             n = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
