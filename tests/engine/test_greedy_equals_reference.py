@@ -25,11 +25,13 @@ VARIANTS = {
     "hyperclovax-biased", "jais2-unbiased", "nemotron-biased", "apertus-biased", "hy-v3-some-dense", "youtu-halves",
     "granite-swa-biased", "granite-moe-swa-shared", "afmoe-biased",
     "stablelm-head-norms", "axk1-some-dense", "minicpm3-plain", "cohere2-moe-sigmoids",
+    "gemma4-unified", "mistral4-halves",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {
     "seed-oss", "ernie4.5", "hunyuan-moe", "minimax-m2", "glm4-moe-lite", "exaone-moe", "dots1", "solar-open", "cwm",
     "arcee", "flex-olmo", "mellum", "ernie4.5-moe", "lfm2-moe", "granite-moe", "olmoe", "qwen2-moe", "nemotron-h",
+    "gemma4", "mistral4",
 }  # fmt: skip
 """Families of parts that others have: in the slow suite too."""
 BRIEF = (

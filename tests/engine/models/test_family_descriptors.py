@@ -26,16 +26,21 @@ from tests.engine.test_greedy_equals_reference import CASES
 from tests.engine.tiny import write_checkpoint
 
 PROMPT = [17 * i % 199 for i in range(50)]
-ROUTERS = (".gate.weight", ".gate.wg.weight", ".router.weight", ".router.layer.weight", "shared_expert_gate.weight")
+ROUTERS = (
+    ".gate.weight", ".gate.wg.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight",
+    "shared_expert_gate.weight",
+)  # fmt: skip
 DELTA_NETS = (".conv1d.weight", ".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
 """Their convolutions, and the small matrices of their decays and write strengths."""
 INDEXERS = (".indexer.weights_proj.weight", ".scorer.weights_proj.weight")
 """The weights of an indexer's heads."""
 SHORT_CONVOLUTIONS = (".conv.conv.weight",)
 """LFM2's."""
+TOKEN_INPUTS = (".per_layer_input_gate.weight", ".per_layer_projection.weight", ".per_layer_model_projection.weight")
+"""What makes Gemma 4's vectors of tokens for layers, and adds them."""
 DEEPSEEK_V4 = ("_hc.fn", ".hc_fn", ".position_bias", ".tid2eid")
 """What mixes streams, places in a group of tokens, and the experts of tokens."""
-DENSE = ROUTERS + DELTA_NETS + INDEXERS + SHORT_CONVOLUTIONS + DEEPSEEK_V4
+DENSE = ROUTERS + DELTA_NETS + INDEXERS + SHORT_CONVOLUTIONS + DEEPSEEK_V4 + TOKEN_INPUTS
 """Ends of the names of matrices that are never quantized."""
 
 

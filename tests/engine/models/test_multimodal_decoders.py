@@ -244,7 +244,7 @@ def test_weights_in_few_bits(name: str, layout: str, tmp_path: Path) -> None:
         ("qwen3_vl", 2, 2),
         ("glm4v_moe", 2, 1),
         ("qwen2_5_omni", 1, 2),
-        ("gemma4_unified", 1, 2),
+        ("gemma4", 2, 1),
         ("llava-diffllama", 2, 1),
     ],
 )
