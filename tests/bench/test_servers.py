@@ -70,7 +70,7 @@ async def test_servers_in_turn_and_the_rate_that_keeps_objectives(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "servers.json"
-    options = ["-w", "c1", "--repeat", "2", "--goodput", "--lengths", "c1", "--requests", "2", "--runs", "2"]
+    options = ["-w", "ttft128", "--repeat", "2", "--goodput", "--lengths", "c1", "--requests", "2", "--runs", "2"]
     objectives = ["--slo-ttft", "1e9", "--slo-gap", "1e9", "--low", "50", "--high", "150"]
     async with server(engine, text) as url:
         both = ["--server", f"ours={url}", "--server", f"theirs={url}", "--vocab-size", str(text.vocab_size)]
@@ -78,7 +78,7 @@ async def test_servers_in_turn_and_the_rate_that_keeps_objectives(
         result = await asyncio.to_thread(CliRunner().invoke, app, command)
     assert result.exit_code == 0, result.output
     document = json.loads(file.read_text())["results"]
-    runs = document["turns"]["c1"]
+    runs = document["turns"]["ttft128"]
     assert [len(runs[name]) for name in ("ours", "theirs")] == [2, 2]
     assert all(run["tokens_per_s"] > 0 and run["ttft"]["p50"] > 0 for of_it in runs.values() for run in of_it)
     for found in document["goodput"].values():

@@ -64,7 +64,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = SafetensorsCheckpoint(path)
     family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
-        return read_quantized(DecoderAlone(folder) if folder.config.get("model_type") in WRAPPERS else folder)
+        wrapped = str(folder.config.get("model_type")) in WRAPPERS
+        return read_quantized(DecoderAlone(folder) if wrapped else folder)
     named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
     checkpoint = read_quantized(with_head_norms(as_family(named, family.names)))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint

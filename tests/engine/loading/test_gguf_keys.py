@@ -18,6 +18,7 @@ from penstock.engine.loading.gguf import GGUFFile, TensorInfo
 from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.engine.loading.gguf_keys import INERT, OTHERS, READ
 from penstock.engine.models.families import FAMILIES, GGUFKeys, family_of_gguf, gguf_architectures, read_config
+from penstock.engine.models.families.family import AXES
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.errors import CheckpointError, PenstockError
 from tests import parts
@@ -161,8 +162,8 @@ def _means_nothing(key: str, value: Any, arch: str) -> bool:
         return True  # of two layers many patterns mean the same; they have a test of their own
     if key == "use_parallel_residual" and arch == "stablelm":
         return True  # which layers' norms say
-    if key == "rope.dimension_sections" and arch.startswith("qwen35"):
-        return True  # axes of images: of text all are the position
+    if key in AXES:
+        return True  # of images: for text all axes are the position, and nothing is added to layers
     if arch == "mamba2" and key.startswith(("attention.", "rope.", "feed_forward", "context_")):
         return True  # it has no attention, no positions and no feed-forward
     if arch == "nemotron_h" and key.startswith(("expert_", "moe_")):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.models.families.family import (
     AXES,
     SILU,
@@ -17,6 +19,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.rope import RopeConfig, read_rope
+from penstock.errors import CheckpointError
 
 GLM_ROTATED = 0.5
 """Share of a head that is rotated where a file does not say."""
@@ -41,8 +44,13 @@ def _fields(raw: HFConfig) -> ConfigFields:
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     """Files of models that take images (GLM-4.1V) have the rows of queries and keys in the order that llama.cpp's
     kernel for them needs."""
-    sections = keys.metadata.get(f"{keys.architecture}.rope.dimension_sections")
-    return {_HALVES: sections is not None and any(sections)}
+    given = keys.metadata.get(f"{keys.architecture}.rope.dimension_sections")
+    if given is None:
+        return {_HALVES: False}
+    sections = np.asarray(given)
+    if sections.ndim != 1 or sections.dtype.kind not in "iu":
+        raise CheckpointError(f"rope.dimension_sections must be a list of whole numbers, found {given!r:.80}")
+    return {_HALVES: bool(sections.any())}
 
 
 GLM4 = Family(
