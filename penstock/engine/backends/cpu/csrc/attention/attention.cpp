@@ -124,7 +124,7 @@ PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
     }
 
     const size_t decode_floats = size_t(group) * (width + kPart) + kPart * sizeof(Span) / sizeof(float);
-    const size_t prefill_floats = prefill_scratch(a, tile * group);
+    const size_t prefill_floats = size_t(tile) * group * (2 * width + kPanel + 2) + size_t(kPanel) * 2 * width;
     size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
     int span = 1;  // decode tasks that are done together
     const int decodes = n - first_decode;
