@@ -7,6 +7,7 @@ which shows what happens at a given rate, whatever the server can do.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.bench.arrivals import Pattern, Planned
 from penstock.bench.goodput import Objectives
 from penstock.bench.load import LoadGenerator, Tally, find_model, run_loop
 from penstock.bench.wire import Target
+from penstock.bench.workloads import Workload
 from penstock.errors import PenstockError
 
 
@@ -72,6 +74,18 @@ class ServeBenchSettings:
             return f"{self.concurrency} in flight, {count}, {lengths}"
         how = f"bursts of {self.burst}" if self.pattern == "burst" else self.pattern
         return f"{self.rate:g} requests/s ({how}), {count}, {lengths}"
+
+
+def of_workload(workload: Workload, rate: float | None, salt: str) -> tuple[ServeBenchSettings, list[Planned]]:
+    """A workload on a server, at a rate or as it is. The salt decides the prompts: no two runs share prefixes."""
+    settings = ServeBenchSettings(
+        concurrency=workload.concurrency or workload.requests,
+        temperature=workload.temperature,
+        rate=rate,
+        seed=zlib.crc32(f"{workload.name} {rate} {salt}".encode()),
+        timeout_s=3600.0,
+    )
+    return settings, arrivals.with_lengths(list(workload.lengths()), rate)
 
 
 async def measure(

@@ -7,7 +7,6 @@ down does so for all of them. With objectives, the highest rate of arrivals that
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.bench import arrivals, report, serve, stats, workloads
+from penstock.bench import report, serve, stats, workloads
 from penstock.bench.engine import BenchError
 from penstock.bench.goodput import AtRate, Objectives, highest_rate
 from penstock.bench.load import ModelThere, Tally, find_model, run_loop
@@ -87,21 +86,16 @@ class ServersBench:
         return run_loop(find_model(Target.parse(url, self.api_key), self.settings.model, self.settings.vocab_size))
 
     def _tally(self, name: str, url: str, workload: Workload, rate: float | None, salt: str) -> Tally:
-        """The salt decides the prompts: no two runs on a server share any."""
         kind = f"{workload.name} {rate is None}"
-        load = serve.ServeBenchSettings(
+        load, plan = serve.of_workload(workload, rate, salt)
+        load = dataclasses.replace(
+            load,
             url=url,
             model=self.models[name].name,
-            concurrency=workload.concurrency or workload.requests,
-            temperature=workload.temperature,
-            rate=rate,
-            seed=zlib.crc32(f"{workload.name} {rate} {salt}".encode()),
-            timeout_s=3600.0,
-            warm_up=0 if (name, kind) in self._warm else None,
             vocab_size=self.vocab_size,
+            warm_up=0 if (name, kind) in self._warm else None,
         )
         self._warm.add((name, kind))
-        plan = arrivals.with_lengths(list(workload.lengths()), rate)
         with self.console.status(f"{name}: {workload.name}" + (f", {rate:.1f} requests/s" if rate else "")):
             return run_loop(serve.measure(load, self.api_key, self._quiet, plan))[1]
 

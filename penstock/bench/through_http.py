@@ -14,7 +14,6 @@ import os
 import subprocess
 import tempfile
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.bench import arrivals, report, serve, stats, workloads
+from penstock.bench import report, serve, stats, workloads
 from penstock.bench.engine import BenchError
 from penstock.bench.load import run_loop
 from penstock.bench.served import Running, environment, random_model, server
@@ -87,17 +86,10 @@ def _through_http(
     workload: Workload, running: Running, turn: int, quiet: Console, offline: float | None, rate: float | None = None
 ) -> Turn:
     """What the server does, and CPU seconds per thousand tokens by role."""
-    load = serve.ServeBenchSettings(
-        url=running.url,
-        concurrency=workload.concurrency or workload.requests,
-        temperature=workload.temperature,
-        rate=rate,
-        seed=zlib.crc32(f"{workload.name} {rate} {turn}".encode()),  # no two runs share prefixes
-        timeout_s=3600.0,
-        warm_up=0 if turn else None,
-    )
+    load, plan = serve.of_workload(workload, rate, str(turn))
+    load = dataclasses.replace(load, url=running.url, warm_up=0 if turn else None)
     before = _cpu_seconds(running.pid) | {"client": time.process_time()}
-    _, tally = run_loop(serve.measure(load, None, quiet, arrivals.with_lengths(list(workload.lengths()), rate)))
+    _, tally = run_loop(serve.measure(load, None, quiet, plan))
     after = _cpu_seconds(running.pid) | {"client": time.process_time()}
     if tally.errors:
         raise BenchError(f"requests of workload {workload.name} failed: {next(iter(tally.errors))}")

@@ -222,24 +222,13 @@ class NothingKept:
 
 
 @dataclass(frozen=True, slots=True)
-class OfLayer:
+class OfLayer(NothingKept):
     """Of a layer that is called with the cache of another one, before it."""
 
     layer: int
 
     def __str__(self) -> str:
         return f"what layer {self.layer} keeps"
-
-    @property
-    def block_bytes(self) -> int:
-        return 0
-
-    @property
-    def state_bytes(self) -> int:
-        return 0
-
-    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
-        return CacheTensors([None] * layers)
 
 
 @dataclass(frozen=True, slots=True)
