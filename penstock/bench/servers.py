@@ -47,6 +47,8 @@ class ServersBenchSettings:
     """The workload whose lengths open loops have."""
     search: RateSearch | None = None
     repeat: int = 3
+    seed: int = 0
+    """Of the prompts. Servers that have answered a seed before may have its prompts cached."""
     model: str | None = None
     vocab_size: int | None = None
     """Prompt ids are below it; the smallest that a server names when not set."""
@@ -87,7 +89,7 @@ class ServersBench:
 
     def _tally(self, name: str, url: str, workload: Workload, rate: float | None, salt: str) -> Tally:
         kind = f"{workload.name} {rate is None}"
-        load, plan = serve.of_workload(workload, rate, salt)
+        load, plan = serve.of_workload(workload, rate, f"{self.settings.seed} {salt}")
         load = dataclasses.replace(
             load,
             url=url,
@@ -97,7 +99,15 @@ class ServersBench:
         )
         self._warm.add((name, kind))
         with self.console.status(f"{name}: {workload.name}" + (f", {rate:.1f} requests/s" if rate else "")):
-            return run_loop(serve.measure(load, self.api_key, self._quiet, plan))[1]
+            tally = run_loop(serve.measure(load, self.api_key, self._quiet, plan))[1]
+        if tally.cached_tokens:
+            self.console.print(
+                f"{name}, {workload.name}: {tally.cached_tokens} prompt tokens came from its prefix cache, which "
+                "flatters it; take another --seed, and a server once only",
+                style="yellow",
+                markup=False,
+            )
+        return tally
 
     def run(self, name: str, url: str, workload: Workload, rate: float | None, turn: int) -> Run:
         tally = self._tally(name, url, workload, rate, str(turn))

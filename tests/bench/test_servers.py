@@ -78,6 +78,7 @@ async def test_servers_in_turn_and_the_rate_that_keeps_objectives(
         result = await asyncio.to_thread(CliRunner().invoke, app, command)
     assert result.exit_code == 0, result.output
     document = json.loads(file.read_text())["results"]
+    assert "came from its prefix cache" in result.output, "the second name is the same server"
     runs = document["turns"]["ttft128"]
     assert [len(runs[name]) for name in ("ours", "theirs")] == [2, 2]
     assert all(run["tokens_per_s"] > 0 and run["ttft"]["p50"] > 0 for of_it in runs.values() for run in of_it)
@@ -93,6 +94,19 @@ async def test_objectives_that_nothing_keeps(engine: Engine, text: TextModel) ->
         result = await asyncio.to_thread(CliRunner().invoke, app, command)
     assert result.exit_code == 0, result.output
     assert "below 50" in result.output
+
+
+async def test_prompts_are_those_of_a_seed_and_new_without_one(engine: Engine, text: TextModel) -> None:  # noqa: F811
+    async with server(engine, text) as url:
+        command = ["servers", "--server", f"only={url}", "--vocab-size", str(text.vocab_size), "-w", "ttft128"]
+
+        async def cached(*more: str) -> bool:
+            result = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--repeat", "1", *more])
+            assert result.exit_code == 0, result.output
+            return "prefix cache" in result.output
+
+        assert [await cached("--seed", "5"), await cached("--seed", "5")] == [False, True]
+        assert [await cached(), await cached()] == [False, False]
 
 
 def test_servers_are_named() -> None:

@@ -31,6 +31,7 @@ def servers(
     runs: Annotated[int, typer.Option(min=1, help="Rates measured on each server.")] = 5,
     requests: Annotated[int, typer.Option(min=1, help="Requests at each of these rates.")] = 256,
     repeat: Annotated[int, typer.Option(min=1, help="Turns of each server; medians are shown.")] = 3,
+    seed: Annotated[int | None, typer.Option(help="Of the prompts. Default: another in every run.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first that each lists.")] = None,
     vocab_size: VocabSize = None,
     api_key: ApiKey = None,
@@ -46,6 +47,8 @@ def servers(
         penstock bench servers --server penstock=http://127.0.0.1:8000 --server vllm=http://127.0.0.1:8001 \\
             --rate 12 --rate 20 --goodput --low 8 --high 20 --json servers.json
     """
+    import secrets
+
     from penstock.bench import servers as measured
 
     named = [entry.partition("=") for entry in server]
@@ -64,6 +67,7 @@ def servers(
         lengths=lengths,
         search=search,
         repeat=repeat,
+        seed=secrets.randbits(31) if seed is None else seed,
         model=model,
         vocab_size=vocab_size,
     )
