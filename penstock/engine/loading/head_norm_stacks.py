@@ -43,4 +43,6 @@ class HeadNormStacks:
 
 def with_head_norms(checkpoint: Any) -> Any:
     """`checkpoint` with such matrices, where it has norms of single heads."""
-    return HeadNormStacks(checkpoint) if any(_ONE.fullmatch(name) for name in checkpoint.names()) else checkpoint
+    # A large checkpoint has a hundred thousand names.
+    found = any(".norms." in name and _ONE.fullmatch(name) for name in checkpoint.names())
+    return HeadNormStacks(checkpoint) if found else checkpoint
