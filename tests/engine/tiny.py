@@ -15,8 +15,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-# The reference has its decoders, and knows them only inside of models that also take images.
-AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+# The library lists this decoder only among models that also take images, and releases before 5.18 skip a `register` of
+# their own classes.
+AutoModelForCausalLM._model_mapping._extra_content[transformers.Mistral4Config] = transformers.Mistral4ForCausalLM
 
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
@@ -515,7 +516,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "AXK1Config",
         {
             **AXK1,
-            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "first_k_dense_replace": 1,
             "n_group": 1,
             "topk_group": 1,
             "rope_interleave": False,

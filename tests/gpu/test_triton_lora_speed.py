@@ -160,9 +160,9 @@ def tune_lora_ways() -> Iterator[Row]:
     layers = stack.layout.layers
     shapes = {
         "as chosen": (lora_module.input_shares, lora_module.columns_at_once),
-        "4 shares": (lambda inputs, block: max(1, min(4, inputs // 512)), lora_module.columns_at_once),
+        "16 shares": (lambda inputs: max(1, min(16, inputs // 512)), lora_module.columns_at_once),
         "64 columns": (lora_module.input_shares, lambda outputs: 64 if outputs <= 8192 else 128),
-        "4 shares, 256 columns": (lambda inputs, block: max(1, min(4, inputs // 512)), lambda outputs: 256),
+        "256 columns": (lora_module.input_shares, lambda outputs: 256),
     }
     tokens = 64
     plain = time_us([stack.pass_of(tokens, stack.linears, None)]) / layers if MODE != "compile" else 0.0

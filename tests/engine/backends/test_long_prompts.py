@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from penstock.engine.backends.backend import Backend
-from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.long_prompts import (
     CAPTURED_CONTEXT,
     LONG_CHUNK,
@@ -23,7 +22,6 @@ from penstock.engine.backends.cuda.long_prompts import (
 )
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
 from penstock.engine.startup import memory
-from penstock.errors import ConfigError
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -81,17 +79,6 @@ def test_captured_steps_have_room_for_keys_gathered_from_a_quantized_cache(tmp_p
     narrow = Gathering(decoder, kv)
     assert narrow.total_context(1024, 8) is None and narrow.most_places(chunks((90_000, 1000))) == math.inf
     assert room_for_gathered(decoder, kv) == 4096, "such chunks are read as they are where steps are captured"
-
-
-def test_a_trial_is_on_or_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert not trials.is_on(trials.LORA_IN_GATE) and not caplog.messages
-    for value, want in (("1", True), ("0", False)):
-        monkeypatch.setenv(trials.LORA_IN_GATE, value)
-        assert trials.is_on(trials.LORA_IN_GATE) == want
-    assert caplog.messages == ["PENSTOCK_LORA_IN_GATE is on: a variant that no device has been timed with"]
-    monkeypatch.setenv(trials.LORA_IN_GATE, "yes")
-    with pytest.raises(ConfigError, match="PENSTOCK_LORA_IN_GATE: 'yes' must be 1"):
-        trials.is_on(trials.LORA_IN_GATE)
 
 
 def test_how_often_keys_are_read_is_counted_by_prompt() -> None:

@@ -33,11 +33,9 @@ from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
 from penstock.engine.adapters.vectors import Vectors
 from penstock.engine.adapters.visits import VisitBank
-from penstock.engine.backends.cuda import trials
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
-from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
 from penstock.engine.backends.cuda.kernels.tiled_lora import (
     column_kernel,
@@ -50,7 +48,6 @@ from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
-IN_GATE = trials.is_on(trials.LORA_IN_GATE)
 ALL_PARTS = 7
 """See `LoadedAdapter.parts`."""
 
@@ -227,7 +224,7 @@ class TritonLora:
             inputs=site.inputs,
         )
 
-    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends | UngatedSums:
+    def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
         step = self._step
         assert step is not None
         # Launched from the host, a second stream would gain nothing; vectors scale the sum, so it must be there.
@@ -238,43 +235,17 @@ class TritonLora:
         # Everything is allocated on the stream that joins both, and kept until then.
         sums = self._partial(x, placed)
         ranks = self._tiled(step)[2][placed.index]
-        if IN_GATE and placed.site.attribute == "gate_up" and len(set(placed.site.sizes)) == 1:
-            y = self._at_once(lambda: self._shrink(x, sums, placed), lambda: base(x))
-            return self._ungated(step, placed, y, sums, ranks)
         delta = torch.empty((x.shape[0], placed.site.outputs), dtype=x.dtype, device=x.device)
-        y = self._at_once(lambda: self._launch(x, sums, delta, placed, add=False), lambda: base(x))
-        return Addends(y, delta, ranks)
-
-    def _at_once(self, aside: Callable[[], None], base: Callable[[], Tensor]) -> Tensor:
-        """What `base` gives; `aside` is launched on the second stream."""
         if self._side is None:
-            aside()
-            return base()
+            self._launch(x, sums, delta, placed, add=False)
+            return Addends(base(x), delta, ranks)
         stream = torch.cuda.current_stream(self._bank.device)
         self._side.wait_stream(stream)
         with torch.cuda.stream(self._side):
-            aside()
-        y = base()
+            self._launch(x, sums, delta, placed, add=False)
+        y = base(x)
         stream.wait_stream(self._side)
-        return y
-
-    def _ungated(self, step: _Step, placed: PlacedSite, y: Tensor, sums: Tensor, ranks: Tensor) -> UngatedSums:
-        slots, tile_ranks, tile_tokens = self._where(step, placed)
-        return UngatedSums(
-            y,
-            sums,
-            self._bank,
-            slots,
-            tile_ranks,
-            tile_tokens,
-            ranks,
-            start=placed.start,
-            inputs=placed.site.inputs,
-            rank=self._rank,
-            tiles=step.tiles,
-            block=step.block,
-            precision=self._precision,
-        )
+        return Addends(y, delta, ranks)
 
     @property
     def token_slots(self) -> Tensor:
@@ -345,7 +316,7 @@ class TritonLora:
         step = self._step
         assert step is not None
         entries = step.tiles * step.block
-        shape = (input_shares(placed.site.inputs, step.block), entries, len(placed.site.sizes) * self._rank)
+        shape = (input_shares(placed.site.inputs), entries, len(placed.site.sizes) * self._rank)
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     def _tiled(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -469,6 +440,6 @@ def columns_at_once(outputs: int) -> int:
     return 256 if outputs > 8192 else 128
 
 
-def input_shares(inputs: int, block: int) -> int:
-    """Shares of the input: enough programs for few tokens, few partial sums for many."""
-    return max(1, min(16 if block == _FEW else 4, inputs // 512))
+def input_shares(inputs: int) -> int:
+    """Programs that share an input: more read faster, and leave more partial sums to add up."""
+    return max(1, min(4, inputs // 512))

@@ -33,12 +33,10 @@ from penstock.engine.backends.cuda.kernels import (
     short_conv,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
-from penstock.engine.backends.cuda.kernels.gate_lora import UngatedSums, gate_mul
 from penstock.engine.backends.cuda.kernels.product_chain import ProductChain
 from penstock.engine.backends.cuda.latents import INVARIANT_ROWS, LatentOps
 from penstock.engine.backends.interface import (
     AttentionBatch,
-    ClampedSwiglu,
     DeltaLayout,
     DeltaWeights,
     HeadLayout,
@@ -107,19 +105,13 @@ class TritonOps(LatentOps, PlainCompression):
     def add_row(self, x: Tensor, row: Tensor) -> None:
         x.add_(row)
 
-    def silu_mul(self, gate_up: Tensor | Addends | UngatedSums) -> Tensor:
-        if isinstance(gate_up, UngatedSums):
-            return gate_mul(gate_up, "silu", pdl=self.pdl)
+    def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
 
-    def gelu_mul(self, gate_up: Tensor | Addends | UngatedSums) -> Tensor:
-        if isinstance(gate_up, UngatedSums):
-            return gate_mul(gate_up, "gelu_tanh", pdl=self.pdl)
+    def gelu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.gelu_mul(gate_up, pdl=self.pdl)
 
-    def clamped_swiglu(self, gate_up: Tensor | Addends | UngatedSums, alpha: float, limit: float) -> Tensor:
-        if isinstance(gate_up, UngatedSums):
-            return gate_mul(gate_up, ClampedSwiglu(alpha, limit), pdl=self.pdl)
+    def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
     def chain(self, links: Sequence[Link]) -> LinkedProducts | None:

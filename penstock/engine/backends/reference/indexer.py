@@ -103,6 +103,8 @@ class PlainIndexing(ABC):
         if not others:
             return _attend(q, kv, layout, weights, cos_sin, batch, cache, scales, added, chosen)
         assert added is None
+        if not few:
+            return self.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
         out = q.new_empty(q.shape[0], layout.heads * layout.value)
         tokens, part = _part(batch, others)
         out[tokens] = self.latent_attention(q[tokens], kv[tokens], layout, weights, cos_sin, part, cache, scales)
