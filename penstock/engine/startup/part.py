@@ -199,7 +199,7 @@ def load_part(
             as_stored=not isinstance(weights, GGUFCheckpoint),
             stored=whole,
         )
-        if backend.compiles and not decoder.launched_eagerly:
+        if backend.compiles and not model.by_transformers:  # the library's code launches its own
             with phases("compile"):
                 kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
     stage_tap = _stage_tap(tap, model, member)

@@ -216,6 +216,7 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
     lengths = torch.tensor([1] * decodes + prompts, dtype=torch.int32, device=tables.device)
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tables.device)
     starts[1:] = lengths.cumsum(0)
+    first, last = (ends.repeat_interleave(lengths) for ends in (starts[:-1], starts[1:] - 1))
     nowhere = torch.zeros(decodes + sum(prompts), dtype=torch.int64, device=tables.device)
     return AttentionBatch(
         positions=nowhere,
@@ -229,5 +230,5 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
         max_context=limits.max_context,
         total_context=sum(prompts),
         attended=max(prompts, default=0) * sum(prompts),  # as behind a long prefix
-        states=StateBatch(*(nowhere.to(torch.int32) for _ in range(4))),
+        states=StateBatch(first, last, torch.zeros_like(first), torch.zeros_like(first)),
     )

@@ -102,6 +102,7 @@ def _by_run(batch: AttentionBatch, alone: bool) -> list[list[Segment]]:
     runs, at = [], 0
     while at < len(row_of):
         last, read, run = lasts[at], reads[at], list[Segment]()
+        assert last >= at, "a run ends before it begins"
         begin = at
         for token in range(at, last + 1):
             if not (alone or writes[token] or token == last):
