@@ -3,7 +3,6 @@ family against the CPU."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import sys
@@ -22,9 +21,7 @@ from penstock.engine.backends.cuda.experts import group, with_shared  # noqa: E4
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
-from penstock.engine.backends.cuda.warmup import _batch  # noqa: E402
-from penstock.engine.backends.interface import ClampedSilu, StepLimits  # noqa: E402
-from penstock.engine.backends.reference.segments import waves_of  # noqa: E402
+from penstock.engine.backends.interface import ClampedSilu  # noqa: E402
 from penstock.engine.loading.mxfp4 import Mxfp4, round_mxfp4  # noqa: E402
 from penstock.engine.models.layers.experts import ExpertMlp, ExpertSource, Router, StepTokens  # noqa: E402
 from penstock.engine.models.layers.feed_forward import GatedMlp  # noqa: E402
@@ -97,17 +94,6 @@ def test_experts_chosen_by_token_ids_and_by_their_own_scores() -> None:
             with poisoned_outputs():
                 got = both.forward(x.clone())
             check(f"{dtype} mxfp4={packed} hashed={hashed} {tokens}", got, want, 1e-4 if dtype.itemsize == 4 else 3e-2)
-
-
-def test_steps_that_kernels_are_built_for_are_cut_into_their_runs() -> None:
-    """Attention goes through them sequence by sequence before there are any."""
-    limits, tables = StepLimits(4, 64, 256, 16), torch.zeros(5, 16, dtype=torch.int32, device=DEVICE)
-    for decodes, prompts in ((3, []), (1, [17]), (0, [20] * 3)):
-        (wave,) = waves_of(_batch(decodes, prompts, tables, limits), alone=False)
-        singles = [] if wave.singles is None else [(at, at + 1) for at in wave.singles.at.tolist()]
-        runs = [(run.begin, run.end) for run in wave.runs]
-        ends = list(itertools.accumulate([1] * decodes + prompts))
-        assert singles + runs == list(zip([0, *ends], ends, strict=False))
 
 
 def test_the_family_equals_the_cpu() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.select import pick_backend
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import read_config
@@ -114,11 +115,24 @@ def calibrate(
     blocks = -(-longest // _BLOCK_SIZE)
     streams = [decoder.embed(torch.tensor(list(ids), device=device)) for ids in windows]
 
-    def run(layer: DecoderLayer, update: bool) -> None:
-        alone = replace(decoder, layers=[layer])
-        kv = KVCache(alone.cache_shape(_BLOCK_SIZE, torch.float32), blocks + 1, device, num_states=2)
-        for stream in streams:
-            residual = stream if update else stream.clone()
+    sources = {_source(layer) for layer in decoder.layers}
+    kept: dict[int, list[KVCache]] = {}
+    """Of layers whose keys and values upper layers attend to: one for each window."""
+
+    def cache_of(layer: DecoderLayer) -> KVCache:
+        shape = replace(decoder, layers=[layer]).cache_shape(_BLOCK_SIZE, torch.float32)
+        return KVCache(shape, blocks + 1, device, num_states=2)
+
+    def run(index: int, layer: DecoderLayer, update: bool) -> None:
+        alone, source = replace(decoder, layers=[layer]), _source(layer)
+        if source is not None:
+            caches = kept[source]
+        elif index in sources:
+            caches = kept[index] = [cache_of(layer) for _ in streams]
+        else:
+            caches = [cache_of(layer)] * len(streams)
+        for stream, kv in zip(streams, caches, strict=True):
+            residual = stream if update else _copy(stream)
             alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)
 
     for index, layer in enumerate(decoder.layers):
@@ -126,10 +140,23 @@ def calibrate(
         for linear in linears:
             linear.load(device)
             linear.observing = True
-        run(layer, update=False)
+        run(index, layer, update=False)
         for linear in linears:
             linear.observing = False
-        run(change(layer, linears), update=True)
+        run(index, change(layer, linears), update=True)
         for linear in linears:
             linear.drop()
         yield index + 1
+
+
+def _source(layer: DecoderLayer) -> int | None:
+    """The layer whose keys and values this one attends to, if it has none of its own."""
+    kind = layer.mixer.cache_kind(_BLOCK_SIZE, torch.float32)
+    return kind.layer if isinstance(kind, OfLayer) else None
+
+
+def _copy(stream: Tensor) -> Tensor:
+    """With what is attached to it: what layers are told of the tokens."""
+    copied = stream.clone()
+    copied.__dict__.update(stream.__dict__)
+    return copied

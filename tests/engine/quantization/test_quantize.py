@@ -159,22 +159,25 @@ def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path)
     assert np.linalg.norm(dense - original) < 0.2 * np.linalg.norm(original)
 
 
-def test_layer_by_layer_is_the_whole_model(model: Path) -> None:
-    """What calibration computes between layers is what the decoder computes in one go."""
-    last: dict[str, Tensor] = {}
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma4-small"])
+def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
+    """What calibration computes between layers is what the decoder computes in one go, also where upper layers attend
+    to the keys of lower ones."""
+    model, last = write_checkpoint(family, tmp_path), dict[str, Tensor]()
 
     def look(layer, linears):  # type: ignore[no-untyped-def]
         last["hessian"] = linears[0].hessian
         return layer
 
-    windows = texts(1, seed=3)
-    assert list(calibrate(open_checkpoint(model), windows, look, CPU, 1)) == [1, 2, 3]
+    windows = texts(2, seed=3)
     reference = Reference(model).model
-    seen: list[Tensor] = []
-    reference.model.layers[2].self_attn.q_proj.register_forward_hook(lambda _m, args, _o: seen.append(args[0][0]))
+    layers, seen = reference.model.layers, list[Tensor]()
+    assert list(calibrate(open_checkpoint(model), windows, look, CPU, 1)) == list(range(1, len(layers) + 1))
+    layers[-1].self_attn.q_proj.register_forward_hook(lambda _m, args, _o: seen.extend(args[0]))
     with torch.inference_mode():
         reference(torch.tensor(windows))
-    want = seen[0].T @ seen[0] / len(seen[0])
+    inputs = torch.cat(seen)
+    want = inputs.T @ inputs / len(inputs)
     assert float((last["hessian"] - want).norm() / want.norm()) < 1e-4
 
 

@@ -24,7 +24,7 @@ from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
 from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
-from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import FeedForward
@@ -123,8 +123,14 @@ def _form_of(feed_forward: FeedForward) -> tuple[object, ...]:
 
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
-    shape = decoder.cache_shape(limits.block_size, dtype)
+    """A cache for some of a decoder's layers: each has one of its own, also where it shares that of another layer."""
+    kinds = tuple(_unshared(layer.mixer).cache_kind(limits.block_size, dtype) for layer in decoder.layers)
+    shape = CacheShape(kinds, limits.block_size)
     return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)
+
+
+def _unshared(mixer: TokenMixer) -> TokenMixer:
+    return dataclasses.replace(mixer, source=None) if isinstance(mixer, Attention) else mixer
 
 
 def _visit_adapted(

@@ -1,0 +1,51 @@
+"""The steps for which kernels are built before there are any: layers one by one, with runs that end."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from gpu_harness import DEVICE, MODE
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from penstock.engine.backends.cuda.warmup import _batch, _cache_of, _forward  # noqa: E402
+from penstock.engine.backends.interface import StepLimits  # noqa: E402
+from penstock.engine.backends.reference.segments import waves_of  # noqa: E402
+from tests.engine.harness import make_engine  # noqa: E402
+from tests.engine.tiny import write_checkpoint  # noqa: E402
+
+LIMITS = StepLimits(4, 64, 256, 16)
+STEPS: tuple[tuple[int, list[int]], ...] = ((1, []), (4, []), (0, [17]), (1, [17]), (1, [20] * 3))
+
+
+def test_layers_run_alone_whatever_they_share_with_others() -> None:
+    """Keys and values of another layer, vectors of the token, states, two mixers; the CPU's operations will do."""
+    if MODE == "compile":
+        return
+    tables = torch.zeros(5, 16, dtype=torch.int32)
+    for family in ("gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe"):
+        with tempfile.TemporaryDirectory() as folder:
+            decoder = make_engine(write_checkpoint(family, Path(folder)), num_blocks=40).runner.decoder
+        with torch.inference_mode():
+            for layer in decoder.layers:
+                alone = dataclasses.replace(decoder, layers=[layer])
+                cache = _cache_of(alone, torch.float32, LIMITS)
+                for decodes, prompts in STEPS:
+                    made = _forward(alone, cache, tables, LIMITS, decodes, prompts)
+                    assert made.shape == (decodes + sum(prompts), decoder.config.hidden_size), family
+
+
+def test_steps_are_cut_into_their_runs() -> None:
+    """Layers with states that run in PyTorch go through a step sequence by sequence."""
+    tables = torch.zeros(5, 16, dtype=torch.int32, device=DEVICE)
+    for decodes, prompts in STEPS:
+        (wave,) = waves_of(_batch(decodes, prompts, tables, LIMITS), alone=False)
+        singles = [] if wave.singles is None else [(at, at + 1) for at in wave.singles.at.tolist()]
+        ends = list(itertools.accumulate([1] * decodes + prompts))
+        assert singles + [(run.begin, run.end) for run in wave.runs] == list(zip([0, *ends], ends, strict=False))
