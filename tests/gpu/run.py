@@ -29,19 +29,23 @@ PATIENCE_S = 90
 """A test that takes longer hangs: say where, and stop. Several processes have this times their number, and so do the
 ranks that tests start (`peer_ranks`, which learns the number from `PENSTOCK_GPU_JOBS`)."""
 LONGEST = (
+    "int4.",
+    "latent.",
+    "chosen.",
+    "engine.",
     "moe",
+    "gpt_oss.",
+    "parallel.",
+    "library_attention.",
+    "attention.",
+    "soak.",
+    "deepseek_v4.",
     "capture.",
     "state_graphs.",
-    "parallel.",
-    "engine.",
     "delta.",
     "speculation.",
-    "soak.",
-    "int4.",
     "gemv.",
-    "attention.",
     "lora.",
-    "latent.",
 )
 """Modules whose tests are begun first when several processes share them."""
 
