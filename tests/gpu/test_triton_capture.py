@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from penstock.engine.backends.cuda.capture import record  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.request import Request  # noqa: E402
@@ -22,6 +24,39 @@ from tests.engine.tiny import Reference, write_checkpoint  # noqa: E402
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
 TIE = 5e-3
 """See `test_triton_engine`."""
+
+
+def test_graphs_that_became_garbage_are_not_freed_within_a_capture() -> None:
+    """As those of an engine that was dropped, whose parts refer to each other."""
+    if not ON_DEVICE:
+        return
+    device, x = torch.device("cuda"), torch.arange(4.0, device="cuda")
+    dropped: list[object] = []
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            dropped.clear()
+            _ = [[] for _ in range(20_000)]  # enough new objects for the collector to look
+        y = x + 1
+        return y, y
+
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x
+
+    cycle: list[object] = [record(device, plain, None, plain)]
+    cycle.append(cycle)
+    dropped.append(cycle)
+    del cycle
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        recording = record(device, work, None, plain)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    x.fill_(5)
+    recording.graph.replay()
+    assert recording.results[0].tolist() == [6.0] * 4
 
 
 def test_steps_whose_capture_was_broken_off_give_the_same_tokens() -> None:

@@ -7,6 +7,7 @@ same step is captured from its beginning another time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,7 +53,7 @@ def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recor
     finally:  # also what was launched until it was interrupted reads inputs that are freed now
         torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.stream(stream):
+    with torch.inference_mode(), torch.cuda.stream(stream), _garbage_kept():
         # Not `torch.cuda.graph`, which waits for the device and empties the allocator's cache before each capture.
         # Other threads may use the device meanwhile: adapters and blocks are copied while steps are captured.
         graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
@@ -61,6 +62,19 @@ def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recor
         finally:
             graph.capture_end()
     return Recording(graph, results)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Inside, the garbage collector does not run: an engine that was dropped is garbage, since its parts refer to each
+    other, and freeing its graphs would invalidate the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _urgent: ContextVar[Callable[[], bool] | None] = ContextVar("urgent", default=None)
