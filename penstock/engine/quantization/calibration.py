@@ -21,8 +21,8 @@ from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import read_config
+from penstock.engine.models.layers.experts import ApartExperts, ExpertMlp, NarrowExperts, SharedAndRouted
 from penstock.engine.models.weights import Weights
-from penstock.errors import ConfigError
 
 _BLOCK_SIZE = 16
 
@@ -101,9 +101,6 @@ def calibrate(
     """Take all `windows` of token ids through the model, and each layer through `change`; yields the layers done."""
     model = read_config(weights.config)
     longest = max(map(len, windows))
-    if model.moe is not None and any(model.moe.hashed):
-        # Layers are taken one by one here, and behind the embedding nobody knows the tokens.
-        raise ConfigError(f"calibration is not available for {model.family} models, whose experts go by token ids")
     decoder = build_decoder(
         weights,
         model,
@@ -113,7 +110,9 @@ def calibrate(
         quantize=ObservedLinear,
     )
     blocks = -(-longest // _BLOCK_SIZE)
-    streams = [decoder.embed(torch.tensor(list(ids), device=device)) for ids in windows]
+    tokens = [torch.tensor(list(ids), device=device) for ids in windows]
+    streams = [decoder.embed(ids) for ids in tokens]
+    by_tokens = model.moe is not None and any(model.moe.hashed)
 
     sources = {_source(layer) for layer in decoder.layers}
     kept: dict[int, list[KVCache]] = {}
@@ -131,12 +130,14 @@ def calibrate(
             caches = kept[index] = [cache_of(layer) for _ in streams]
         else:
             caches = [cache_of(layer)] * len(streams)
-        for stream, kv in zip(streams, caches, strict=True):
+        for ids, stream, kv in zip(tokens, streams, caches, strict=True):
+            if by_tokens:
+                alone.embed(ids)  # tells the layer which experts these tokens visit
             residual = stream if update else _copy(stream)
             alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)
 
     for index, layer in enumerate(decoder.layers):
-        linears = [linear for linear in layer.linears if isinstance(linear, ObservedLinear)]
+        linears = observed(layer)
         for linear in linears:
             linear.load(device)
             linear.observing = True
@@ -147,6 +148,16 @@ def calibrate(
         for linear in linears:
             linear.drop()
         yield index + 1
+
+
+def observed(layer: DecoderLayer) -> list[ObservedLinear]:
+    """The matrices of a layer that are quantized; those of its experts come last."""
+    found, inner = [*layer.mixer.linears, *layer.feed_forward.linears], layer.feed_forward
+    while isinstance(inner, SharedAndRouted | ApartExperts | NarrowExperts):
+        inner = inner.feed_forward
+    if isinstance(inner, ExpertMlp):
+        found += [linear for expert in inner.experts for linear in expert.linears]
+    return [linear for linear in found if isinstance(linear, ObservedLinear)]
 
 
 def _source(layer: DecoderLayer) -> int | None:

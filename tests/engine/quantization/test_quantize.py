@@ -159,10 +159,10 @@ def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path)
     assert np.linalg.norm(dense - original) < 0.2 * np.linalg.norm(original)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma4-small"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma4-small", "deepseek-v4"])
 def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     """What calibration computes between layers is what the decoder computes in one go, also where upper layers attend
-    to the keys of lower ones."""
+    to the keys of lower ones, and where tokens name their experts."""
     model, last = write_checkpoint(family, tmp_path), dict[str, Tensor]()
 
     def look(layer, linears):  # type: ignore[no-untyped-def]
@@ -173,7 +173,9 @@ def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     reference = Reference(model).model
     layers, seen = reference.model.layers, list[Tensor]()
     assert list(calibrate(open_checkpoint(model), windows, look, CPU, 1)) == list(range(1, len(layers) + 1))
-    layers[-1].self_attn.q_proj.register_forward_hook(lambda _m, args, _o: seen.extend(args[0]))
+    attention = layers[-1].self_attn
+    first = attention.q_a_proj if family == "deepseek-v4" else attention.q_proj
+    first.register_forward_hook(lambda _m, args, _o: seen.extend(args[0]))
     with torch.inference_mode():
         reference(torch.tensor(windows))
     inputs = torch.cat(seen)
