@@ -6,6 +6,7 @@ they are. Sources may be dense checkpoints or few-bit ones, which are dequantize
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from penstock.engine.loading.parallel import layer_order
 from penstock.engine.loading.random_checkpoint import tensor_shapes
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import family_of, is_linear, read_config
+from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.feed_forward import GatedMlp
+from penstock.engine.models.layers.gated_attention import GatedAttention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import ObservedLinear, calibrate
@@ -147,7 +151,7 @@ def _calibrated(
 
     def change(layer: DecoderLayer, linears: Sequence[ObservedLinear]) -> DecoderLayer:
         if by_awq:
-            layer = _scale(model, layer, linears, group, changed)
+            layer = _scale(model, layer, group, changed)
         for linear in linears:
             if by_awq:
                 groups = awq.round_clipped(linear.weight, linear.hessian, group)
@@ -187,34 +191,51 @@ def _rows_of(groups: IntGroups, names: dict[str, int]) -> list[tuple[str, IntGro
     return found
 
 
-def _scale(
-    model: ModelConfig, layer: DecoderLayer, linears: Sequence[ObservedLinear], group: int, changed: dict[str, Tensor]
-) -> DecoderLayer:
-    """AWQ's scales for one layer, folded into what comes before; norms go to `changed` as they are to be stored."""
-    names = family_of(model.family).names
-    at = next(iter(linears[0].names)).split(names.attention)[0]
+def _scale(model: ModelConfig, layer: DecoderLayer, group: int, changed: dict[str, Tensor]) -> DecoderLayer:
+    """AWQ's scales for one layer, folded into what comes before a matrix; norms go to `changed` as they will be stored.
 
-    def behind_norm(norm: Tensor, linear: ObservedLinear, name: str) -> Tensor:
+    A scale can be folded only where nothing else reads what it divides, and where nothing between the two matrices
+    depends on the size of a channel. All other matrices, those of experts among them, are clipped and not scaled.
+    """
+    names = family_of(model.family).names
+
+    def behind_norm(part: str, name: str, linear: ObservedLinear) -> DecoderLayer:
+        norm, bias = getattr(layer, f"{part}_norm"), getattr(layer, f"{part}_norm_bias")
+        if norm is None or model.one_norm:
+            return layer
         scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
         linear.rescale_inputs(scales)
-        changed[f"{at}{name}.weight"] = norm / scales - model.norm_offset
-        return norm / scales
+        at = f"{_layer_prefix(linear)}{name}"
+        changed[f"{at}.weight"] = norm / scales - model.norm_offset
+        scaled = {f"{part}_norm": norm / scales}
+        if bias is not None:
+            changed[f"{at}.bias"] = scaled[f"{part}_norm_bias"] = bias / scales
+        return replace(layer, **scaled)
 
-    qkv, output = linears[:2]
-    # Where a part reads the residual stream itself, its groups are clipped, not scaled.
-    if layer.mixer_norm is not None:
-        layer = replace(layer, mixer_norm=behind_norm(layer.mixer_norm, qkv, names.mixer_norm))
-    if model.num_heads == model.num_kv_heads:
-        # A value's channel comes out of attention as the same channel; with shared KV heads it would be several.
-        _behind_rows(qkv, output, group)
-    if len(linears) != 4:
-        return layer  # experts share their inputs: their groups are clipped, not scaled
-    gate_up, down = linears[2:]
-    if layer.feed_forward_norm is not None:
-        norm = behind_norm(layer.feed_forward_norm, gate_up, names.feed_forward_norm)
-        layer = replace(layer, feed_forward_norm=norm)
-    _behind_rows(gate_up, down, group)
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    if type(mixer) in (Attention, GatedAttention) and isinstance(mixer, Attention):
+        qkv, output, heads = mixer.qkv, mixer.output, mixer.heads
+        if isinstance(qkv, ObservedLinear) and isinstance(output, ObservedLinear):
+            layer = behind_norm("mixer", names.mixer_norm, qkv)
+            # A value's channel comes out of attention as the same channel; with shared KV heads it would be several.
+            apart = heads.heads == heads.kv_heads and not heads.shared
+            if apart and not heads.normed_values and mixer.clip is None:
+                _behind_rows(qkv, output, group)
+    if isinstance(feed_forward, GatedMlp):
+        gate_up, down = feed_forward.gate_up, feed_forward.down
+        if isinstance(gate_up, ObservedLinear) and isinstance(down, ObservedLinear):
+            layer = behind_norm("feed_forward", names.feed_forward_norm, gate_up)
+            if feed_forward.activation in ("silu", "gelu_tanh"):  # proportional to up
+                _behind_rows(gate_up, down, group)
     return layer
+
+
+def _layer_prefix(linear: ObservedLinear) -> str:
+    """Of the names of all tensors of its layer."""
+    name = next(iter(linear.names))
+    found = re.match(r".*?layers\.\d+\.", name)
+    assert found is not None, name
+    return found[0]
 
 
 def _behind_rows(before: ObservedLinear, linear: ObservedLinear, group: int) -> None:

@@ -122,6 +122,30 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
         assert made.divergence < 0.9 * nearest.divergence, (recipe, made, nearest)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        "lfm2",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("phi", "starcoder2", "bamba", "falcon-h1", "mamba2", "qwen3-next-dense", "gemma4", "afmoe")
+        ),
+    ],
+)
+def test_layers_of_every_kind_are_calibrated(family: str, tmp_path: Path) -> None:
+    """Experts, short convolutions, biases of norms, one norm for two parts, states, gates: scales are folded only where
+    that changes nothing else, which a model that is worse than a rounded one would show."""
+    source = write_checkpoint(family, tmp_path / "source", spread=0.3)
+    reference = scores(source, open_checkpoint(source))
+    nearest = distance(scores(source, RoundedCheckpoint(open_checkpoint(source), 32)), reference)
+    for method, limit in (("gptq-int4", 0.95), ("awq-int4", 1.05)):
+        made = make(source, tmp_path / method, Recipe(method, 32))  # type: ignore[arg-type]
+        assert made[-1][1] == made[-1][2]
+        loss = distance(scores(source, open_checkpoint(tmp_path / method)), reference)
+        assert loss.divergence < limit * nearest.divergence, (method, loss, nearest)
+
+
 @pytest.mark.parametrize("method", ["int8", "fp8", "gptq-int4", "awq-int4"])
 def test_what_is_written_loads_small_and_answers_as_its_values_do(method: str, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / method
