@@ -88,9 +88,12 @@ def table(text: str, header: str) -> list[list[str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", outside_fences(page.read_text()), flags=re.M)
+    """Of the headings, and those that older links use (`<a id="...">`)."""
+    text = outside_fences(page.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
-    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+    named = set(re.findall(r'<a id="([^"]+)">', text))
+    return named | {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
 @every_page

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from penstock.config.access import AllowConfig
+from penstock.identity.options import Change, Options
 
 Kind = Literal["model", "adapter", "remote", "collection", "tool"]
 KINDS: tuple[Kind, ...] = ("model", "adapter", "remote", "collection", "tool")
@@ -21,7 +21,7 @@ Entry = Annotated[str, Meta(min_length=1, max_length=256)]
 Entries = Annotated[tuple[Entry, ...], Meta(max_length=1000)]
 
 
-class AllowList(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class AllowList(Options, frozen=True):
     """What a tier, tenant or key may use, as it is configured and stored. None: not set; empty: nothing."""
 
     models: Entries | None = None
@@ -38,14 +38,9 @@ class AllowList(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
             return UNLIMITED
         return cls(config.models, config.adapters, config.remotes, config.collections, config.tools)
 
-    def changed(self, change: AllowListChange | None) -> AllowList:
-        """This list with `change` applied."""
-        named = {} if change is None else msgspec.structs.asdict(change)
-        return msgspec.structs.replace(self, **{name: value for name, value in named.items() if value is not UNSET})
 
-
-class AllowListChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A field that is left out stays as it is; null removes the list, so that everything is allowed."""
+class AllowListChange(Change, frozen=True):
+    """Without a list everything is allowed."""
 
     models: Entries | UnsetType | None = UNSET
     adapters: Entries | UnsetType | None = UNSET
@@ -55,16 +50,6 @@ class AllowListChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 UNLIMITED = AllowList()
-_decoder = msgspec.json.Decoder(AllowList)
-
-
-def stored_lists(lists: AllowList) -> str:
-    """The stored text; empty when nothing is set."""
-    return "" if lists == UNLIMITED else msgspec.json.encode(lists).decode()
-
-
-def read_lists(text: str) -> AllowList:
-    return _decoder.decode(text) if text else UNLIMITED
 
 
 class _Names:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, UnsetType
+
+from penstock.identity.options import Change, Options
 
 Count = Annotated[int, Meta(ge=1, le=2**53)]
 Money = Annotated[float, Meta(ge=0, le=1e12)]
@@ -21,7 +22,7 @@ Watermarking = Literal["never", "asked", "default", "always"]
 """Whether answers are watermarked: never; where a request asks for it; unless a request declines; always."""
 
 
-class Allowance(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Allowance(Options, frozen=True):
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     concurrent_requests: Count | None = None
@@ -36,15 +37,8 @@ class Allowance(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     priority: PriorityClass | None = None
     watermark: Watermarking | None = None
 
-    def changed(self, change: AllowanceChange | None) -> Allowance:
-        """These limits with `change` applied."""
-        named = {} if change is None else msgspec.structs.asdict(change)
-        return msgspec.structs.replace(self, **{name: value for name, value in named.items() if value is not UNSET})
 
-
-class AllowanceChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A field that is left out stays as it is; null removes the limit."""
-
+class AllowanceChange(Change, frozen=True):
     requests_per_minute: Count | UnsetType | None = UNSET
     tokens_per_minute: Count | UnsetType | None = UNSET
     concurrent_requests: Count | UnsetType | None = UNSET
@@ -61,13 +55,3 @@ class AllowanceChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 NO_ALLOWANCE = Allowance()
-_decoder = msgspec.json.Decoder(Allowance)
-
-
-def stored(allowance: Allowance) -> str:
-    """The stored text; empty when nothing is set."""
-    return "" if allowance == NO_ALLOWANCE else msgspec.json.encode(allowance).decode()
-
-
-def read(text: str) -> Allowance:
-    return _decoder.decode(text) if text else NO_ALLOWANCE

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
-from penstock.identity.access import UNLIMITED, AllowList, AllowListChange, read_lists, stored_lists
-from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
+from penstock.identity.access import UNLIMITED, AllowList, AllowListChange
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
 from penstock.identity.key_marker import KeyMarker
 from penstock.identity.labels import NO_DEMAND, Demand, read_demand, stored_demand
@@ -130,11 +130,11 @@ class IdentityStore:
             )
         ]
         if limits is not NO_ALLOWANCE:
-            statements.append((_LIMIT, ("tenant", id, stored(limits))))
+            statements.append((_LIMIT, ("tenant", id, limits.stored())))
         if require:
             statements.append((_DEMAND, ("tenant", id, stored_demand(require))))
         if allow != UNLIMITED:
-            statements.append((_ALLOW, ("tenant", id, stored_lists(allow))))
+            statements.append((_ALLOW, ("tenant", id, allow.stored())))
         if not (await self._database.transact(statements, guarded=True))[0]:
             raise IdentityError(f"tenant {id!r} already exists")
         return tenant
@@ -162,11 +162,11 @@ class IdentityStore:
             )
         ]
         if limits is not None:
-            statements.append((_LIMIT, ("tenant", id, stored(known[0].limits.changed(limits)))))
+            statements.append((_LIMIT, ("tenant", id, known[0].limits.changed(limits).stored())))
         if require is not None:
             statements.append((_DEMAND, ("tenant", id, stored_demand(require))))
         if allow is not None:
-            statements.append((_ALLOW, ("tenant", id, stored_lists(known[0].allow.changed(allow)))))
+            statements.append((_ALLOW, ("tenant", id, known[0].allow.changed(allow).stored())))
         await self._database.transact(statements)
         return (await self.tenants(id))[0]
 
@@ -199,11 +199,11 @@ class IdentityStore:
         key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
         key = replace(key, require=require, allow=allow)
         if limits is not NO_ALLOWANCE:  # before the key, so that the key never works without its limits
-            await self._database.execute(_LIMIT, "key", key.id, stored(limits))
+            await self._database.execute(_LIMIT, "key", key.id, limits.stored())
         if require:
             await self._database.execute(_DEMAND, "key", key.id, stored_demand(require))
         if allow != UNLIMITED:
-            await self._database.execute(_ALLOW, "key", key.id, stored_lists(allow))
+            await self._database.execute(_ALLOW, "key", key.id, allow.stored())
         await self._marker.set()
         await self._database.execute(
             "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
@@ -229,11 +229,11 @@ class IdentityStore:
         if name is not None:
             await self._database.execute("UPDATE keys SET name = ? WHERE id = ?", name, id)
         if limits is not None:
-            await self._database.execute(_LIMIT, "key", id, stored(found.key.limits.changed(limits)))
+            await self._database.execute(_LIMIT, "key", id, found.key.limits.changed(limits).stored())
         if require is not None:
             await self._database.execute(_DEMAND, "key", id, stored_demand(require))
         if allow is not None:
-            await self._database.execute(_ALLOW, "key", id, stored_lists(found.key.allow.changed(allow)))
+            await self._database.execute(_ALLOW, "key", id, found.key.allow.changed(allow).stored())
         changed = await self.find(id)
         assert changed is not None, "keys are never deleted"
         return changed.key
@@ -287,16 +287,16 @@ def _key(row: Row) -> ApiKey:
         created_at,
         expires_at,
         revoked_at,
-        read(limits),
+        Allowance.read(limits),
         read_demand(demand, f"key {id}"),
-        read_lists(lists),
+        AllowList.read(lists),
     )
 
 
 def _tenant(row: Row) -> Tenant:
     id, name, tier, disabled, created_at, limits, demand, lists = row
     demanded = read_demand(demand, f"tenant {id}")
-    return Tenant(id, name, tier, bool(disabled), created_at, read(limits), demanded, read_lists(lists))
+    return Tenant(id, name, tier, bool(disabled), created_at, Allowance.read(limits), demanded, AllowList.read(lists))
 
 
 def _check_name(name: str, what: str) -> None:

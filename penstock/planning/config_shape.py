@@ -24,7 +24,8 @@ from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.compression import Compression
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Delta, LayerHeads, Mamba, Mla, ModelShape, Moe, ShortConv
+from penstock.planning.shape import LayerHeads, ModelShape, Moe
+from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]

@@ -16,9 +16,9 @@ from penstock.errors import CheckpointError, ConfigError, SourceError
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.numbers import WeightFormat
 from penstock.planning.records import Record, built_in, canonical, entries, find
-from penstock.planning.shape import LayerParts, Mla, ModelShape, Moe
+from penstock.planning.shape import ModelShape
 
-__all__ = ["LayerParts", "Mla", "ModelShape", "Moe", "known_config", "known_models", "model_shape"]
+__all__ = ["ModelShape", "known_config", "known_models", "model_shape"]
 
 _OTHER_FORMS = (
     "`penstock plan --models list` shows all; a folder, a config.json, a .gguf file or hf:ORG/NAME will do too"

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from penstock.planning.compression import Compression
 from penstock.planning.numbers import WeightFormat
+from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv
 
 _BLOCK = 16
 """Tokens of a block, as engines have it that say nothing else."""
@@ -48,124 +49,6 @@ class Moe:
     def count(self) -> int:
         """Layers with experts."""
         return sum(self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Mla:
-    """Multi-head latent attention: a token leaves one latent vector and one rotated key, for all heads together."""
-
-    kv_rank: int
-    rope_dim: int
-    nope_dim: int
-    value_dim: int
-    q_rank: int | None = None
-    """Width that queries are compressed to; None: they are not."""
-    bias: bool = False
-    """Whether the compressing matrices have biases."""
-    index_heads: int = 0
-    index_dim: int = 0
-    """Of indexers, which choose the tokens that are attended to; 0: there are none."""
-    indexed: tuple[bool, ...] = ()
-    """Which layers have one: it keeps a key of each token."""
-
-    @property
-    def cached(self) -> int:
-        """Elements of the cache per token and layer, without the indexer's."""
-        return self.kv_rank + self.rope_dim
-
-    def index_keys(self, first: int, last: int) -> int:
-        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
-        return self.index_dim * sum(self.indexed[first:last])
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Gated delta nets in place of attention: nothing is kept per token, and a state per sequence."""
-
-    layers: tuple[bool, ...]
-    """Which layers have one."""
-    k_heads: int
-    v_heads: int
-    k_dim: int
-    v_dim: int
-    conv: int
-    grouped: bool = True
-    """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution over queries, keys and values."""
-        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
-
-    def state_bytes(self, element: int = 2) -> int:
-        """Of one sequence in one layer: matrices in float32, the last inputs of the convolution as activations are."""
-        return 4 * self.v_heads * self.k_dim * self.v_dim + element * self.conv * self.channels
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba:
-    """Mamba-2 layers in place of attention; see `Delta`."""
-
-    layers: tuple[bool, ...]
-    """Which layers have one."""
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    conv: int
-    conv_bias: bool
-    in_bias: bool
-    out_bias: bool
-    norm_groups: int
-    """Runs of channels that are normalized by themselves; 0: there is no norm."""
-    beside: bool = False
-    """Whether these layers have attention too."""
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution."""
-        return self.inner + 2 * self.groups * self.state
-
-    def matrices(self, hidden: int) -> int:
-        """Parameters of the projections."""
-        return hidden * (self.inner + self.channels + self.heads + self.inner)
-
-    def others(self, hidden: int) -> int:
-        """Parameters beside them."""
-        biases = (self.inner + self.channels + self.heads if self.in_bias else 0) + (hidden if self.out_bias else 0)
-        norm = self.inner if self.norm_groups else 0
-        return self.channels * (self.conv + self.conv_bias) + 3 * self.heads + norm + biases
-
-    def state_bytes(self, element: int = 2) -> int:
-        """As of a delta net."""
-        return 4 * self.inner * self.state + element * self.conv * self.channels
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConv:
-    """Gated short convolutions in place of attention; see `Delta`."""
-
-    layers: tuple[bool, ...]
-    """Which layers have one."""
-    channels: int
-    width: int
-    bias: bool
-
-    def matrices(self, hidden: int) -> int:
-        """Parameters of the projections."""
-        return 4 * hidden * self.channels
-
-    def others(self, hidden: int) -> int:
-        """Parameters beside them."""
-        return self.width * self.channels + (4 * self.channels + hidden if self.bias else 0)
-
-    def state_bytes(self, element: int = 2) -> int:
-        """Of one sequence in one layer: the last inputs, as activations are."""
-        return element * self.width * self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,39 +195,18 @@ class ModelShape:
             return LayerParts(0, 0, 0, 2 * hidden * ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
         small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
-        mla = self.mla
+        mla, mixer = self.mla, self.recurrent if recurrent else None
         if mla is not None:
-            key_dim = mla.nope_dim + mla.rope_dim
-            latent = hidden * mla.cached
-            if mla.q_rank is None:
-                queries = hidden * self.heads * key_dim
-            else:
-                latent += hidden * mla.q_rank
-                queries = mla.q_rank * self.heads * key_dim
-                small += mla.q_rank
-            expanded = mla.kv_rank * self.heads * (mla.nope_dim + mla.value_dim)
-            query_output = queries + expanded + self.heads * mla.value_dim * hidden
-            key_value = 0
-            small += mla.kv_rank + (hidden if self.output_bias else 0)
-            small += mla.cached + (mla.q_rank or 0) if mla.bias else 0
-            if indexed:
-                latent += hidden * mla.index_dim + (mla.q_rank or 0) * mla.index_heads * mla.index_dim
-                small += hidden * mla.index_heads + 2 * mla.index_dim
+            query_output, key_value = mla.by_heads(hidden, self.heads), 0
+            latent = mla.for_all_heads(hidden, indexed)
+            small += mla.others(hidden, indexed) + (hidden if self.output_bias else 0)
         elif self.compression is not None:
             query_output, key_value = self.compression.by_heads(hidden), 0
             latent = self.compression.for_all_heads(hidden, rate, indexed)
             small += self.compression.others(hidden, rate, indexed)
-        elif recurrent and self.delta is not None:
-            delta = self.delta
-            values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
-            query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
-            small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
-        elif recurrent and self.short_conv is not None:
-            query_output, latent, key_value = self.short_conv.matrices(hidden), 0, 0
-            small += self.short_conv.others(hidden)
-        elif recurrent and self.mamba is not None and not self.mamba.beside:
-            query_output, latent, key_value = self.mamba.matrices(hidden), 0, 0
-            small += self.mamba.others(hidden)
+        elif mixer is not None and not self._beside:
+            query_output, latent, key_value = mixer.matrices(hidden), 0, 0
+            small += mixer.others(hidden)
         else:
             dim, own = heads.head_dim, heads.projected
             q_size, kv_size = self.heads * dim, heads.kv_heads * dim
@@ -355,9 +217,9 @@ class ModelShape:
             small += (q_size + gates + own * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += (2 if own else 1) * dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
-            if recurrent and self.mamba is not None:
-                query_output += self.mamba.matrices(hidden)
-                small += self.mamba.others(hidden)
+            if mixer is not None:
+                query_output += mixer.matrices(hidden)
+                small += mixer.others(hidden)
         if part == "mixer":
             return LayerParts(query_output, key_value, latent, 0, 0, 0, small)
         if part:
@@ -496,8 +358,12 @@ class ModelShape:
             return False
         if self.compression is not None:
             return self.compression.rates[index] > 0
-        beside = self.mamba is not None and self.mamba.beside
-        return beside or self.recurrent is None or not self.recurrent.layers[index]
+        return self._beside or self.recurrent is None or not self.recurrent.layers[index]
+
+    @property
+    def _beside(self) -> bool:
+        """Whether recurrent layers have attention too."""
+        return self.mamba is not None and self.mamba.beside
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.backends.base import Clock
 from penstock.backends.mailbox import DeltaSink
-from penstock.engine.kv.block_hash import DIGEST_SIZE
 from penstock.engine.request import Delta, Request
 from penstock.protocol.errors import (
     ApiError,
@@ -31,14 +30,13 @@ from penstock.protocol.errors import (
     Overloaded,
     ServerError,
 )
-from penstock.protocol.messages import Placement
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.flights import PROBE_PRIORITY, Flight, Leg
-from penstock.routing.handover import HandoverPolicy, Handovers, generating
+from penstock.routing.handover import HandoverPolicy, Handovers
 from penstock.routing.member import Member
-from penstock.routing.policies import Predicted
-from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
+from penstock.routing.policy import ReplicaPolicy
 from penstock.routing.regions import RegionChoice
+from penstock.routing.replica_order import ReplicaOrder
 from penstock.routing.retry_budget import RetryBudget
 
 TICK_S = 0.05
@@ -103,14 +101,11 @@ class Dispatcher:
     ) -> None:
         """`shared`: other gateways send requests to these replicas too, and are told what goes where."""
         self.counts = DispatchCounts()
-        self.regions = regions or RegionChoice()
-        self._estimate = policy if isinstance(policy, Predicted) else Predicted()
-        """Predicts how long replicas take, to compare regions."""
+        self.order = ReplicaOrder(policy, regions or RegionChoice())
         self.budget = RetryBudget(resilience.retry_share)
         self._name = name
         self._members = members
         self._resilience = resilience
-        self._policy = policy
         self._handovers = Handovers(handover or HandoverPolicy())
         self._clock = clock
         self._shared = shared
@@ -229,8 +224,8 @@ class Dispatcher:
             )
         able = quick if able else able
         refusal: ApiError | None = None
-        wanted = None if alone or not able else self._wanted(request, able[0], expected)
-        for member in self._in_order(request, able, wanted, now):
+        wanted = None if alone or not able else self.order.wanted(request, able[0], expected)
+        for member in self.order.of(request, able, wanted, now):
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
             sent = request if alone else self._handovers.arrange(request, leg, self._members, now)
             try:
@@ -249,57 +244,6 @@ class Dispatcher:
                 member.tell_placement(wanted)
             return member
         raise refusal or _unavailable(request)
-
-    def _in_order(
-        self, request: Request, able: Sequence[Member], wanted: ReplicaRequest | None, now: float
-    ) -> Iterator[Member]:
-        """The replicas to try: those of the first pool that the request may use, the best one first, then the next
-        pool's. `wanted`: None for a single replica."""
-        for pool in request.pools or ("",):
-            left = [member for member in able if not request.pools or member.place.pool == pool]
-            left = left if wanted is None else list(generating(left))
-            while left:
-                yield left.pop(0 if wanted is None else self._choose(wanted, left, now))
-
-    def _wanted(self, request: Request, member: Member, expected: int) -> ReplicaRequest:
-        info = member.backend.info
-        return ReplicaRequest.of(
-            request,
-            info.block_size if info is not None else 16,
-            expected_output=expected,
-            wants_blocks=self._policy.wants_blocks,
-            session=request.affinity,
-            tenant=request.cache_salt,
-        )
-
-    def forget(self, replica: str) -> None:
-        """A replica has left."""
-        self._policy.forget(replica)
-
-    def heard(self, member: Member, placement: Placement) -> None:
-        """Another gateway sent something to this replica."""
-        names = placement.names
-        blocks = [names[at : at + DIGEST_SIZE] for at in range(0, len(names), DIGEST_SIZE)]
-        sent = ReplicaRequest(0, blocks=blocks, session=placement.session, tenant=placement.tenant)
-        self._policy.heard(sent, member.view(self._clock()))
-
-    def _choose(self, wanted: ReplicaRequest, able: Sequence[Member], now: float) -> int:
-        """The index of the replica to use. Called even for a single candidate, because the policy records which
-        prefixes each replica has."""
-        views = [member.view(now) for member in able]
-        first = able[0].place.region
-        if all(member.place.region == first for member in able):
-            return self._policy.choose(wanted, views)
-        near = self.regions.choose(
-            [member.place.region for member in able],
-            [
-                seconds - view.round_trip_s
-                for seconds, view in zip(self._estimate.costs(wanted, views), views, strict=True)
-            ],
-            [member.round_trip_s for member in able],
-            now,
-        )
-        return near[self._policy.choose(wanted, [views[index] for index in near])]
 
     def _drop(self, flight: Flight) -> None:
         """Removes a flight from every replica."""
@@ -396,7 +340,7 @@ class Dispatcher:
         if isinstance(error, EngineUnavailable):
             flight.losses += 1
             if member.lost():
-                self._policy.forget(member.name)
+                self.order.forget(member.name)
             self.counts.failovers += flight.losses < self._resilience.attempts
             return flight.losses < self._resilience.attempts
         if isinstance(error, ServerError):
@@ -464,7 +408,7 @@ class Dispatcher:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self.regions.seen({member.place.region for member in self._members if member.works}, self._clock())
+            self.order.regions.seen({member.place.region for member in self._members if member.works}, self._clock())
             for member in self._members:
                 if member.stuck and member.legs and self._has_alternative(member):
                     self._evacuate(member)

@@ -196,7 +196,7 @@ def _add_place_metrics(
         lambda: [
             ((model, region), count)
             for model, found in sets()
-            for region, count in found.dispatcher.regions.chosen.items()
+            for region, count in found.dispatcher.order.regions.chosen.items()
         ],
         merge="sum",
     )

@@ -1,7 +1,7 @@
 """Several replicas of one model behind the `Backend` interface.
 
-Owns the membership: replicas join and leave while the set runs. `Dispatcher` chooses a replica for each request and
-moves requests when it fails. Operations on the model (sleep, wake, adapters) run on every replica that is up.
+Owns the membership: replicas join and leave while the set runs. `Dispatcher` sends each request to one of them, and to
+another when that one fails. Operations on the model (sleep, wake, adapters) run on every replica that is up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
 from penstock.identity.labels import REGION, Demand, Requirement
 from penstock.protocol.errors import ApiError, EngineUnavailable
-from penstock.protocol.messages import Claimed, Erased, Produced
+from penstock.protocol.messages import Claimed, Erased, Placement, Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
 from penstock.routing.handover import HandoverPolicy
 from penstock.routing.hold import HoldLimits, HoldQueue
@@ -153,7 +153,7 @@ class ReplicaSet:
         self._last_info = member.backend.info or self._last_info
         self._members.remove(member)
         if all(other.name != member.name for other in self._members):
-            self.dispatcher.forget(member.name)
+            self.dispatcher.order.forget(member.name)
         await member.backend.close()
 
     def unmet(self, demand: Demand) -> list[Requirement]:
@@ -171,8 +171,12 @@ class ReplicaSet:
         member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock)
         self.move(member, place)
         if isinstance(backend, EngineClient):
-            backend.on_placement = partial(self.dispatcher.heard, member)
+            backend.on_placement = partial(self._heard, member)
         return member
+
+    def _heard(self, member: Member, placement: Placement) -> None:
+        """Another gateway sent something to this replica."""
+        self.dispatcher.order.heard(member, placement, self._clock())
 
     @property
     def info(self) -> EngineInfo | None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from penstock.tools.argument_values import Schemas, argument
-from penstock.tools.events import Event
-from penstock.tools.scanner import CallScanner, Malformed
-from penstock.tools.written_calls import WholeScanner
+from penstock.tools.scanner import Malformed
+from penstock.tools.whole_calls import ClosedScanner
 
 QUOTE = '<|"|>'
 _HEAD = re.compile(r"\s*(?:call\s*:\s*)?([^\s{}<>:|]{1,128})\s*\{")
@@ -31,55 +30,26 @@ class _NoCall(Exception):
     """The text is no call."""
 
 
-class QuotedScanner(WholeScanner):
-    """One call up to the closer, which is read too; or JSON in its place."""
+class QuotedScanner(ClosedScanner):
+    """A name, then keys and values in braces."""
 
-    def __init__(
-        self,
-        names: Collection[str],
-        first: int,
-        emit: Callable[[Event], None],
-        closer: str,
-        schemas: Schemas,
-    ) -> None:
-        super().__init__(names, first, emit)
-        self._closer = closer
-        self._schemas = schemas
-        self._inner: CallScanner | None = None
+    def _is_begun(self, shift: int) -> bool:
+        if _HEAD.match(self._text) is not None:
+            return True
+        begun = _BEGUN.match(self._text)
+        assert begun is not None
+        if begun.end() < len(self._text):
+            raise Malformed(begun.end() + shift)
+        return False
 
-    def scan(self, text: str, at: int) -> int:
-        if self._inner is None and not self._text.strip() and text[at:].lstrip()[:1] in ("{", "["):
-            self._inner = CallScanner(self._names, self.index, self._emit)
-        if self._inner is not None:
-            return self._scan_json(self._inner, text, at)
-        known = len(self._text)
-        self._text += text[at:]
-        if _HEAD.match(self._text) is None:
-            begun = _BEGUN.match(self._text)
-            assert begun is not None
-            if begun.end() < len(self._text):
-                raise Malformed(begun.end() - known + at)
-            return len(text)
-        begin = max(0, known - len(self._closer))
-        while (found := self._text.find(self._closer, begin)) >= 0:
-            begin = found + len(self._closer)
-            body = self._text[:found]
-            if body.count(QUOTE) % 2:
-                continue  # the closer is part of a value
-            stop = begin - known + at
-            try:
-                self._call(*_Reader(body, self._names, self._schemas).call())
-            except _NoCall:
-                raise Malformed(stop) from None
-            self.done = True
-            return stop
-        return len(text)
+    def _is_inside(self, body: str) -> bool:
+        return body.count(QUOTE) % 2 == 1
 
-    def _scan_json(self, inner: CallScanner, text: str, at: int) -> int:
+    def _read(self, body: str) -> tuple[str, dict[str, Any]] | None:
         try:
-            return inner.scan(text, at)
-        finally:
-            self.done, self.index, self.begun = inner.done, inner.index, inner.begun
+            return _Reader(body, self._names, self._schemas).call()
+        except _NoCall:
+            return None
 
 
 class _Reader:

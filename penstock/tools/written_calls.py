@@ -21,12 +21,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
-from penstock.tools.argument_values import Schemas, argument
-from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
-from penstock.tools.scanner import CallScanner, Malformed, overlap
+from penstock.tools.argument_values import argument
+from penstock.tools.events import Event
+from penstock.tools.scanner import Malformed, overlap
+from penstock.tools.whole_calls import ClosedScanner, WholeScanner
 
 _LONGEST = 262_144
 """Characters of calls in Python: reading them takes a multiple of their memory."""
@@ -44,25 +45,6 @@ _PAIRS = {")": "(", "]": "[", "}": "{"}
 _WORDS = {"true": True, "false": False, "null": None}
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|$))", re.DOTALL)
 _NAME = re.compile(r"\s*([^<>{}\[\]\"'\s]+)\s*(?=<arg_key>|$)")
-
-
-class WholeScanner:
-    """What scanners of whole calls share: the text so far, and how calls are reported."""
-
-    def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None]) -> None:
-        self.done = False
-        self.index = first
-        self.begun = False
-        """Never: calls are reported whole."""
-        self._names = names
-        self._emit = emit
-        self._text = ""
-
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> None:
-        self._emit(CallBegin(self.index, name))
-        self._emit(CallArguments(self.index, json.dumps(arguments, ensure_ascii=False)))
-        self._emit(CallEnd(self.index))
-        self.index += 1
 
 
 class PythonScanner(WholeScanner):
@@ -138,51 +120,11 @@ class PythonScanner(WholeScanner):
                 return self._at
 
 
-class TagScanner(WholeScanner):
-    """A name, then keys and values in tags, up to the closer, which is read too; or JSON in their place."""
+class TagScanner(ClosedScanner):
+    """A name, then keys and values in tags."""
 
-    def __init__(
-        self,
-        names: Collection[str],
-        first: int,
-        emit: Callable[[Event], None],
-        closer: str,
-        schemas: Schemas,
-    ) -> None:
-        super().__init__(names, first, emit)
-        self._closer = closer
-        self._schemas = schemas
-        self._inner: CallScanner | None = None
-
-    def scan(self, text: str, at: int) -> int:
-        if self._inner is None and not self._text.strip():
-            start = text[at:].lstrip()
-            if start.startswith("{") or (start.startswith("[") and not self._text.strip()):
-                self._inner = CallScanner(self._names, self.index, self._emit)
-        if self._inner is not None:
-            return self._scan_json(self._inner, text, at)
-        known = len(self._text)
-        self._text += text[at:]
-        begin = max(0, known - len(self._closer))
-        while (found := self._text.find(self._closer, begin)) >= 0:
-            begin = found + len(self._closer)
-            body = self._text[:found]
-            if body.count("<arg_value>") > body.count("</arg_value>"):
-                continue  # the closer is part of a value
-            stop = begin - known + at
-            call = self._read(body)
-            if call is None:
-                raise Malformed(stop)
-            self._call(*call)
-            self.done = True
-            return stop
-        return len(text)
-
-    def _scan_json(self, inner: CallScanner, text: str, at: int) -> int:
-        try:
-            return inner.scan(text, at)
-        finally:
-            self.done, self.index, self.begun = inner.done, inner.index, inner.begun
+    def _is_inside(self, body: str) -> bool:
+        return body.count("<arg_value>") > body.count("</arg_value>")
 
     def _read(self, body: str) -> tuple[str, dict[str, Any]] | None:
         name = _NAME.match(body)

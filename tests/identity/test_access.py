@@ -16,8 +16,6 @@ from penstock.identity.access import (
     Access,
     AllowList,
     AllowListChange,
-    read_lists,
-    stored_lists,
 )
 
 NAMES = st.text("ab.-*", min_size=1, max_size=6)
@@ -89,7 +87,7 @@ def test_a_layer_can_only_take_away(
 
 @given(LISTS)
 def test_lists_are_stored_as_they_are(lists: AllowList) -> None:
-    assert read_lists(stored_lists(lists)) == lists
+    assert AllowList.read(lists.stored()) == lists
 
 
 def test_a_change_leaves_what_it_does_not_name() -> None:

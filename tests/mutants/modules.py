@@ -40,6 +40,10 @@ MODULES = (
         "penstock/planning/shape.py", ("tests/planning/test_shape_arithmetic.py", "tests/planning/test_model_shape.py")
     ),
     Module(
+        "penstock/planning/token_mixers.py",
+        ("tests/planning/test_shape_arithmetic.py", "tests/planning/test_model_shape.py"),
+    ),
+    Module(
         "penstock/planning/memory.py", ("tests/planning/test_memory_arithmetic.py", "tests/planning/test_memory.py")
     ),
     Module(

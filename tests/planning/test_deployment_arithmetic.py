@@ -11,7 +11,8 @@ from penstock.errors import ConfigError
 from penstock.planning.catalogue import Prices, device
 from penstock.planning.deployment import Deployment, Speculation, possible_tensor_parallel, splits
 from penstock.planning.numbers import WEIGHT_FORMATS, WeightFormat
-from penstock.planning.shape import Mla, ModelShape, Moe
+from penstock.planning.shape import ModelShape, Moe
+from penstock.planning.token_mixers import Mla
 
 SMALL = ModelShape(
     name="small", family="llama", layers=5, hidden=512, ffn=48, heads=8, kv_heads=4, head_dim=64, vocab=101,

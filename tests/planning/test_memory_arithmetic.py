@@ -25,7 +25,8 @@ from penstock.planning.memory import (
     kv_block_bytes,
     memory_plan,
 )
-from penstock.planning.shape import Mla, ModelShape, Moe
+from penstock.planning.shape import ModelShape, Moe
+from penstock.planning.token_mixers import Mla
 
 SMALL = ModelShape(
     name="small", family="llama", layers=5, hidden=24, ffn=60, heads=6, kv_heads=3, head_dim=8, vocab=101,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.planning.numbers import WEIGHT_FORMATS
-from penstock.planning.shape import LayerParts, Mla, ModelShape, Moe
+from penstock.planning.shape import LayerParts, ModelShape, Moe
+from penstock.planning.token_mixers import Mla
 
 DENSE = ModelShape(
     name="small", family="llama", layers=4, hidden=24, ffn=40, heads=6, kv_heads=3, head_dim=8, vocab=101,

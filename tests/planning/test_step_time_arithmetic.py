@@ -13,8 +13,9 @@ from penstock.planning.catalogue import Link, device
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment, Speculation
 from penstock.planning.model_shape import model_shape
-from penstock.planning.shape import Delta, Mla, ModelShape, Moe
+from penstock.planning.shape import ModelShape, Moe
 from penstock.planning.step_time import ModelCounts, StepTime, StepWork, Window, attended, counts_of
+from penstock.planning.token_mixers import Delta, Mla
 
 H200 = device("h200")
 # Numbers that differ from each other, so that none can stand for another.

@@ -58,7 +58,7 @@ async def ask(gateway: ReplicaSet, prompt: list[int], session: str = "") -> str:
 
 def heard(gateway: ReplicaSet, prompts: int) -> bool:
     """Whether the other gateway's prompts are known here."""
-    index = gateway.dispatcher._policy._prefixes._held  # type: ignore[attr-defined]
+    index = gateway.dispatcher.order.policy._prefixes._held  # type: ignore[attr-defined]
     return sum(map(len, index.values())) >= prompts
 
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
-from penstock.engine.loading.decoder_alone import DecoderAlone
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
@@ -26,7 +25,7 @@ from penstock.engine.loading.head_norm_stacks import with_head_norms
 from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
-from penstock.engine.loading.renamed import RenamedCheckpoint
+from penstock.engine.loading.renamed import RenamedCheckpoint, decoder_name
 from penstock.engine.loading.stacked_experts import StackedExperts
 from penstock.engine.loading.text_experts import as_family
 from penstock.engine.models.families import FAMILIES, text_config
@@ -65,7 +64,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
         wrapped = str(folder.config.get("model_type")) in WRAPPERS
-        return read_quantized(DecoderAlone(folder) if wrapped else folder)
+        return read_quantized(RenamedCheckpoint(folder, decoder_name) if wrapped else folder)
     named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
     checkpoint = read_quantized(with_head_norms(as_family(named, family.names)))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors have other names than the family's."""
+"""Checkpoints whose tensors have other names than the decoder built from them, and some that it does not have."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.models.wrappers import alone, senses
 from penstock.errors import CheckpointError
 
 
 class RenamedCheckpoint:
-    """A folder under the names that `own_name` gives its tensors."""
+    """A folder under the names that `own_name` gives its tensors; where it gives none, the tensor is left out."""
 
-    def __init__(self, inner: Any, own_name: Callable[[str], str]) -> None:
+    def __init__(self, inner: Any, own_name: Callable[[str], str | None]) -> None:
         self.inner = inner
         self.config: dict[str, Any] = inner.config
         self._stored: dict[str, str] = {}
         for name in inner.names():
-            other = self._stored.setdefault(own_name(name), name)
+            own = own_name(name)
+            if own is None:
+                continue
+            other = self._stored.setdefault(own, name)
             if other != name:
                 raise CheckpointError(f"{self.folder} has {name!r} and {other!r}, which are the same tensor")
 
@@ -38,3 +42,9 @@ class RenamedCheckpoint:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
         found: Tensor = self.inner.tensor(stored, device)
         return found
+
+
+def decoder_name(name: str) -> str | None:
+    """What a tensor of a multimodal checkpoint is called in one of its decoder alone, by which the `transformers`
+    library knows it; None if it belongs to what sees or hears."""
+    return None if senses(name) else alone(name)

@@ -1,0 +1,149 @@
+"""What mixes the tokens of a layer, as it is counted: latent attention, and the recurrent mixers in place of attention,
+which keep nothing per token but a state per sequence. `Compression` is in a file of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Multi-head latent attention: a token leaves one latent vector and one rotated key, for all heads together."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    """Width that queries are compressed to; None: they are not."""
+    bias: bool = False
+    """Whether the compressing matrices have biases."""
+    index_heads: int = 0
+    index_dim: int = 0
+    """Of indexers, which choose the tokens that are attended to; 0: there are none."""
+    indexed: tuple[bool, ...] = ()
+    """Which layers have one: it keeps a key of each token."""
+
+    @property
+    def cached(self) -> int:
+        """Elements of the cache per token and layer, without the indexer's."""
+        return self.kv_rank + self.rope_dim
+
+    def by_heads(self, hidden: int, heads: int) -> int:
+        """Parameters of a layer's matrices that have a part for each head."""
+        queries = (hidden if self.q_rank is None else self.q_rank) * (self.nope_dim + self.rope_dim)
+        return heads * (queries + self.kv_rank * (self.nope_dim + self.value_dim) + self.value_dim * hidden)
+
+    def for_all_heads(self, hidden: int, indexed: bool) -> int:
+        """Parameters of the matrices that all heads share: those that compress, and the indexer's."""
+        rank = self.q_rank or 0
+        indexer = hidden * self.index_dim + rank * self.index_heads * self.index_dim if indexed else 0
+        return hidden * (self.cached + rank) + indexer
+
+    def others(self, hidden: int, indexed: bool) -> int:
+        """Parameters beside them."""
+        rank = self.q_rank or 0
+        biases = self.cached + rank if self.bias else 0
+        return rank + self.kv_rank + biases + (hidden * self.index_heads + 2 * self.index_dim if indexed else 0)
+
+    def index_keys(self, first: int, last: int) -> int:
+        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
+        return self.index_dim * sum(self.indexed[first:last])
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Gated delta nets in place of attention: nothing is kept per token, and a state per sequence."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    grouped: bool = True
+    """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution over queries, keys and values."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        return hidden * (self.channels + 2 * self.v_heads * self.v_dim + 2 * self.v_heads)
+
+    def others(self, hidden: int) -> int:
+        """Parameters beside them; none depend on `hidden`, unlike those of other mixers."""
+        return self.conv * self.channels + 2 * self.v_heads + self.v_dim
+
+    def state_bytes(self, element: int = 2) -> int:
+        """Of one sequence in one layer: matrices in float32, the last inputs of the convolution as activations are."""
+        return 4 * self.v_heads * self.k_dim * self.v_dim + element * self.conv * self.channels
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """Mamba-2 layers in place of attention; see `Delta`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    norm_groups: int
+    """Runs of channels that are normalized by themselves; 0: there is no norm."""
+    beside: bool = False
+    """Whether these layers have attention too."""
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        return hidden * (self.inner + self.channels + self.heads + self.inner)
+
+    def others(self, hidden: int) -> int:
+        """Parameters beside them."""
+        biases = (self.inner + self.channels + self.heads if self.in_bias else 0) + (hidden if self.out_bias else 0)
+        norm = self.inner if self.norm_groups else 0
+        return self.channels * (self.conv + self.conv_bias) + 3 * self.heads + norm + biases
+
+    def state_bytes(self, element: int = 2) -> int:
+        """As of a delta net."""
+        return 4 * self.inner * self.state + element * self.conv * self.channels
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolutions in place of attention; see `Delta`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    channels: int
+    width: int
+    bias: bool
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        return 4 * hidden * self.channels
+
+    def others(self, hidden: int) -> int:
+        """Parameters beside them."""
+        return self.width * self.channels + (4 * self.channels + hidden if self.bias else 0)
+
+    def state_bytes(self, element: int = 2) -> int:
+        """Of one sequence in one layer: the last inputs, as activations are."""
+        return element * self.width * self.channels
