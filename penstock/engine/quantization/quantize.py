@@ -23,7 +23,7 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import family_of, is_linear, read_config
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import GatedMlp
-from penstock.engine.models.layers.gated_attention import GatedAttention
+from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.quantization import awq, writer
 from penstock.engine.quantization.calibration import ObservedLinear, calibrate
@@ -213,7 +213,7 @@ def _scale(model: ModelConfig, layer: DecoderLayer, group: int, changed: dict[st
         return replace(layer, **scaled)
 
     mixer, feed_forward = layer.mixer, layer.feed_forward
-    if type(mixer) in (Attention, GatedAttention) and isinstance(mixer, Attention):
+    if isinstance(mixer, Attention) and not isinstance(mixer, OutputGatedAttention):  # whose gate reads the norm, too
         qkv, output, heads = mixer.qkv, mixer.output, mixer.heads
         if isinstance(qkv, ObservedLinear) and isinstance(output, ObservedLinear):
             layer = behind_norm("mixer", names.mixer_norm, qkv)
