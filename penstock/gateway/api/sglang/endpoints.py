@@ -35,13 +35,22 @@ class SglangEndpoints:
         self._tgi = tgi
 
     async def generate(self, exchange: Exchange) -> None:
-        request = _request(exchange, await exchange.body(self._pipeline.settings.body_limit))
+        body = await exchange.body(self._pipeline.settings.body_limit)
+        try:
+            request = _request(exchange, body)
+        except InvalidRequest:
+            if _of_tgi(body):  # whose clients read errors in their own form
+                exchange.dialect = TGI
+            raise
         if request.inputs is None and request.parameters is None:
             await self._generate(exchange, request)
             return
         exchange.dialect = TGI
         if request.inputs is None:
             raise InvalidRequest("Missing required parameter: `inputs`.", param="inputs", code="missing_parameter")
+        for name in ("text", "input_ids"):
+            if getattr(request, name) is not None:
+                raise InvalidRequest(f"Send either `inputs` or `{name}`.", param=name)
         for name in GenerateRequest.__struct_fields__:
             if name not in _OF_TGI and getattr(request, name) not in (None, msgspec.UNSET):
                 raise InvalidRequest(f"`{name}` goes with `text` or `input_ids`, not with `inputs`.", param=name)
@@ -107,3 +116,16 @@ class SglangEndpoints:
                 "architectures": None,
             }
         )
+
+
+class _Names(msgspec.Struct):
+    """What tells the two APIs apart."""
+
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _of_tgi(body: bytes) -> bool:
+    try:
+        return msgspec.json.decode(body, type=_Names).inputs is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False

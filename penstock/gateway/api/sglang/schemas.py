@@ -80,6 +80,7 @@ class SglangRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
     # Refused.
+    prompt: Unsupported = UNSET
     input_embeds: Unsupported = UNSET
     image_data: Unsupported = UNSET
     video_data: Unsupported = UNSET
@@ -106,6 +107,7 @@ ADVICE = (
     *("data_parallel_rank", "routed_dp_rank"),
 )
 REFUSED = {
+    "prompt": "send `text` or `input_ids`, as SGLang takes them, or `inputs`, as text-generation-inference does",
     "input_embeds": "a prompt is text or token ids",
     "image_data": "models here read and write text",
     "video_data": "models here read and write text",

@@ -68,7 +68,7 @@ class TgiParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     watermark: bool | None = None
     details: bool | None = None
     decoder_input_details: bool | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**64 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
     top_n_tokens: Annotated[int, Meta(ge=0, le=20)] | None = None
     grammar: TgiGrammar | None = None
 
