@@ -31,7 +31,7 @@ REACHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_new_tokens": 7, "max_tokens": 7}, {"max_tokens": 7}),
     ({"min_new_tokens": 3, "max_tokens": 9}, {"min_tokens": 3}),
     ({"allowed_token_ids": [5, 9, 5]}, {"allowed_token_ids": (5, 9)}),
-    ({"allowed_token_ids": [], "bad_words": []}, {"allowed_token_ids": (), "bad_words": ()}),
+    ({"allowed_token_ids": None, "bad_words": []}, {"allowed_token_ids": (), "bad_words": ()}),
     ({"prompt_logprobs": 2}, {"prompt_logprobs": 2, "logprobs": None}),
     ({"n_probs": 3}, {"logprobs": 3}),
     ({"n_probs": 0, "n_predict": -1, "repeat_penalty": None}, {"logprobs": None, "repetition_penalty": 1.0}),

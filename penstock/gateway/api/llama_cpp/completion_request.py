@@ -29,7 +29,6 @@ NAMES = (
     (r"repetition_penalty$", "repeat_penalty"),
     (r"n$", "n_cmpl"),
     (r"return_token_ids$", "return_tokens"),
-    (r"response_format.*", "json_schema"),
 )
 """Parameters that text completion requests call differently; see `renamed`."""
 RANDOM_SEEDS = (-1, 2**32 - 1)

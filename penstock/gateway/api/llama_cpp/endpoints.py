@@ -50,7 +50,7 @@ EUCLIDEAN = 2
 _completion = RequestDecoder(LlamaCppCompletionRequest)
 _infill = RequestDecoder(InfillRequest)
 _embedding = RequestDecoder(LlamaCppEmbeddingRequest)
-_INFILL_NAMES = (*NAMES, (r"suffix$", "input_suffix"), (r"prompt$", "input_prefix"))
+_INFILL_NAMES = ((r"suffix$", "input_suffix"), (r"prompt$", "input_prefix"))
 
 
 class LlamaCppEndpoints:
@@ -79,19 +79,22 @@ class LlamaCppEndpoints:
         wanted = asked_tokens(request)
         limit = self._limit(wanted)
         n = asked.completion.n or 1
-        with renamed(NAMES):
+        names = (*NAMES, (r"response_format.*", "grammar" if request.grammar else "json_schema"))
+        if gap is not None:
+            names = (*names, *_INFILL_NAMES)
+        with renamed(names):
             check_choices(len(asked.prompts), n, pipeline.settings)
 
         async def answer(attempt: Attempt) -> None:
-            with renamed(NAMES if gap is None else _INFILL_NAMES):
+            with renamed(names):
                 completion, prompts = await self._resolved(attempt, asked)
                 generation = await pipeline.completion(
                     attempt, completion, prompts, limit, prompt_only=wanted == 0, gap=gap
                 )
-            renderer = LlamaCppRenderer(
-                generation, request, completion, n_predict=wanted, several=asked.several, prompts=prompts
-            )
-            await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                renderer = LlamaCppRenderer(
+                    generation, request, completion, n_predict=wanted, several=asked.several, prompts=prompts
+                )
+                await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
         texts = [*asked.texts, *(() if gap is None else (gap.after, *(file.text for file in gap.files)))]
         await pipeline.answer(exchange, name, answer, lambda: prompt_question(texts, limit, n))

@@ -66,7 +66,7 @@ class LlamaCppRenderer(Renderer):
 
     def event(self, piece: Piece) -> bytes:
         self._take(piece)
-        if not piece.text and not piece.tokens and not piece.token_ids:
+        if not piece.text and not piece.tokens:  # at most the end token, which is no part of the text
             return b""
         at = piece.index
         record: dict[str, Any] = {

@@ -23,13 +23,12 @@ NAMES = (
     (r"min_tokens$", "sampling_params.min_new_tokens"),
     (r"seed$", "sampling_params.sampling_seed"),
     (rf"({'|'.join(_IN_SAMPLING)})$", r"sampling_params.\1"),
-    (r"response_format.*", "sampling_params"),
     (r"prompt_logprobs$", "logprob_start_len"),
     (r"logprobs$", "return_logprob"),
     (r"return_token_ids$", "return_prompt_token_ids"),
 )
-"""Parameters that text completion requests call differently; see `renamed`. That of the prompt depends on what was
-sent."""
+"""Parameters that text completion requests call differently; see `renamed`. Those of the prompt and of a grammar depend
+on what was sent, see `Asked.names`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,14 @@ class Asked:
     """The first token of the prompt whose log-probability is shown; None: none is."""
     top: int
     """How many of the likeliest tokens are shown at each place."""
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """See `NAMES`."""
+        prompt = "text" if isinstance(self.prompts[0], str) else "input_ids"
+        given = (name for name in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(self.completion, name))
+        grammar = f"sampling_params.{next(given, 'json_schema')}"
+        return (*NAMES, (r"prompt$", prompt), (r"response_format.*", grammar))
 
 
 def completion_request(exchange: Exchange, request: SglangRequest) -> Asked:
@@ -66,6 +73,7 @@ def completion_request(exchange: Exchange, request: SglangRequest) -> Asked:
         model="",
         prompt="",
         **{name: None if value == "" else value for name, value in fields.items()},
+        max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
         stream=request.stream,

@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from penstock.gateway.api.sglang.completion_request import NAMES, completion_request
+from penstock.gateway.api.sglang.completion_request import completion_request
 from penstock.gateway.api.sglang.renderer import SglangRenderer
 from penstock.gateway.api.sglang.schemas import GenerateRequest, SglangModelQuery
 from penstock.gateway.api.tgi.endpoints import TgiEndpoints
@@ -64,7 +64,7 @@ class SglangEndpoints:
         exchange.record.user_id = exchange.caller.user
         asked = completion_request(exchange, request)
         name = asked.model or pipeline.permissions.usual(exchange)
-        names = (*NAMES, (r"prompt$", "text" if request.input_ids is None else "input_ids"))
+        names = asked.names
         n = asked.completion.n or 1
         wanted = None if asked.max_tokens is None else max(asked.max_tokens, 1)
         with renamed(names):
@@ -77,14 +77,14 @@ class SglangEndpoints:
                 generation = await pipeline.completion(
                     attempt, completion, asked.prompts, limit, prompt_only=asked.max_tokens == 0
                 )
-            renderer = SglangRenderer(
-                generation,
-                dataclasses.replace(asked, completion=completion),
-                texts=bool(request.return_text_in_logprobs),
-                prompt_ids=bool(request.return_prompt_token_ids),
-                elapsed=lambda: exchange.elapsed_s,
-            )
-            await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                renderer = SglangRenderer(
+                    generation,
+                    dataclasses.replace(asked, completion=completion),
+                    texts=bool(request.return_text_in_logprobs),
+                    prompt_ids=bool(request.return_prompt_token_ids),
+                    elapsed=lambda: exchange.elapsed_s,
+                )
+                await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
         local = asked.from_token is not None
         prompts = list(asked.prompts)

@@ -27,6 +27,7 @@ def completion_request(request: TgiRequest, name: str, *, tokens: bool) -> Compl
     completion = CompletionRequest(
         model=name,
         prompt=request.inputs,
+        max_tokens=asked.max_new_tokens,
         best_of=asked.best_of,
         temperature=asked.temperature,
         repetition_penalty=asked.repetition_penalty,

@@ -63,8 +63,8 @@ class TgiEndpoints:
             completion = completion_request(request, name, tokens=shown)
             with renamed(NAMES):
                 generation = await pipeline.completion(attempt, completion, [request.inputs], limit, prompt_only=False)
-            renderer = TgiRenderer(generation, asked, prompt=request.inputs if full_text else "", listed=listed)
-            await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
+                renderer = TgiRenderer(generation, asked, prompt=request.inputs if full_text else "", listed=listed)
+                await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
         local = bool(asked.decoder_input_details)
         await pipeline.answer(exchange, name, answer, lambda: prompt_question([request.inputs], limit, n, local=local))
