@@ -9,8 +9,11 @@ from typing import Any
 
 import httpx
 
+from penstock.backends.remote.server import RemoteServer
+from penstock.backends.remote.upstream import Upstream
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import TierConfig
+from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
 from tests.scripted import ScriptedEngine
@@ -318,6 +321,34 @@ async def test_limits_and_guardrails_hold(serving: Serving, text: TextModel, tmp
         assert refused.status_code == 400 and "`parameters.details`" in refused.json()["error"]
         refused = await generate(running, text="hi", return_logprob=True)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_logprob"
+
+
+async def test_a_gateway_reads_what_another_writes(serving: Serving, text: TextModel) -> None:
+    async with serving() as far:
+        url = f"http://127.0.0.1:{far.port}"
+        others = [
+            RemoteModel(f"far-{dialect}", [RemoteServer("0", Upstream(f"{url}/v1", "tiny", dialect=dialect))])
+            for dialect in ("tgi", "llama.cpp", "sglang")
+        ]
+        async with serving(others=others) as near:
+            for stops, expected in ((None, HELLO), (["wor"], "Hello, ")):
+                asked = {"model": "far-tgi", "prompt": "hi", "max_tokens": 50, "logprobs": 1, "stop": stops}
+                (choice,) = (await near.client.post("/v1/completions", json=asked)).json()["choices"]
+                assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
+                assert choice["logprobs"]["tokens"][:2] == ["H", "e"]
+            for model in ("far-tgi", "far-llama.cpp"):
+                counted = (await near.client.post("/v1/tokenize", json={"model": model, "prompt": "hey"})).json()
+                assert counted["count"] == 3 and "estimated" not in counted, counted
+            # The own paths in front of a model that another server runs.
+            native = (await near.client.post("/completion", json={"model": "far-sglang", "prompt": "hi"})).json()
+            assert (native["content"], native["stop_type"], native["tokens"]) == (HELLO, "eos", [])
+            for body in ({"inputs": "hi"}, {"text": "hi"}):
+                reply = await generate(near, model="far-sglang", **body)
+                assert HELLO in reply.text, reply.text
+            streamed = data_of(await generate(near, "/generate_stream", model="far-sglang", inputs="hi"))
+            assert "".join(event["token"]["text"] for event in streamed) == streamed[-1]["generated_text"] == HELLO
+            mixed = await near.client.post("/completion", json={"model": "far-sglang", "prompt": [5, "hi"]})
+            assert mixed.status_code == 400 and "tokenizer" in mixed.json()["error"]["message"]
 
 
 async def test_a_client_that_leaves_stops_its_request(serving: Serving, text: TextModel) -> None:

@@ -163,7 +163,11 @@ class LlamaCppRenderer(Renderer):
         if isinstance(generation, RemoteGeneration):
             return generation.spec.prompts[place]
         assert isinstance(generation, EngineGeneration)
-        return generation.model.text.decode(generation.spec.prompts[place].tokens, skip_special=False)
+        text, prompt = generation.model.text, generation.spec.prompts[place]
+        if prompt.text is None:
+            return text.decode(prompt.tokens, skip_special=False)
+        added = len(prompt.tokens) - len(text.without_added(prompt.tokens))
+        return text.decode(prompt.tokens[:added], skip_special=False) + prompt.text
 
     def _settings(self, index: int) -> dict[str, Any]:
         generation = self._generation
