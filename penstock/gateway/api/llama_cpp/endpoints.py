@@ -29,7 +29,7 @@ from penstock.gateway.api.llama_cpp.schemas import (
 )
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.app.decoding import decode_query, not_supported
-from penstock.gateway.app.dialects import renamed
+from penstock.gateway.app.dialects import Renaming, renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.gap import Gap, SourceFile
@@ -79,7 +79,7 @@ class LlamaCppEndpoints:
         wanted = asked_tokens(request)
         limit = self._limit(wanted)
         n = asked.completion.n or 1
-        names = (*NAMES, (r"response_format.*", "grammar" if request.grammar else "json_schema"))
+        names: Renaming = (*NAMES, (r"response_format.*", "grammar" if request.grammar else "json_schema"))
         if gap is not None:
             names = (*names, *_INFILL_NAMES)
         with renamed(names):
@@ -156,7 +156,6 @@ class LlamaCppEndpoints:
     async def llama_cpp_props(self, exchange: Exchange) -> None:
         asked = decode_query(LlamaCppModelQuery, exchange.scope)
         model = await self._model(exchange, asked.model)
-        info = model.backend.info
         sampling = model.sampling
         given = {name: value for name in _SAMPLED if (value := getattr(sampling, name)) is not None}
         params = SamplingParams(**given)
@@ -167,7 +166,7 @@ class LlamaCppEndpoints:
                     "n_ctx": model.context_window,
                     "params": {**settings(params), "seed": -1},
                 },
-                "total_slots": 0 if info is None else info.max_running,
+                "total_slots": model.slots,
                 "model_alias": model.name,
                 "model_path": model.name,
                 "modalities": {"vision": False, "audio": False},
@@ -183,8 +182,7 @@ class LlamaCppEndpoints:
         """As many slots as requests run together in the engine; which request has which is not a thing here."""
         asked = decode_query(SlotsQuery, exchange.scope)
         model = await self._model(exchange, asked.model)
-        info, load = model.backend.info, model.backend.load
-        total = 0 if info is None else info.max_running
+        total, load = model.slots, model.backend.load
         if asked.fail_on_no_slot and load.running >= total:
             raise Overloaded("Every slot is taken.", retry_after=1.0)
         await exchange.reply_json(

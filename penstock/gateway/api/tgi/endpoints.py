@@ -79,13 +79,13 @@ class TgiEndpoints:
         pipeline = self._pipeline
         permissions = pipeline.permissions
         model = await permissions.find(exchange, asked.model or permissions.first(exchange).name)
-        info, window = model.backend.info, model.context_window or 0
+        window = model.context_window or 0
         await exchange.reply_json(
             {
                 "model_id": model.name,
                 "model_sha": None,
                 "model_pipeline_tag": "text-generation",
-                "max_concurrent_requests": 0 if info is None else info.max_running,
+                "max_concurrent_requests": model.slots,
                 "max_best_of": pipeline.settings.max_choices,
                 "max_stop_sequences": MOST_STOPS,
                 "max_input_tokens": max(window - 1, 0),
