@@ -347,6 +347,9 @@ async def test_a_gateway_reads_what_another_writes(serving: Serving, text: TextM
                 assert HELLO in reply.text, reply.text
             streamed = data_of(await generate(near, "/generate_stream", model="far-sglang", inputs="hi"))
             assert "".join(event["token"]["text"] for event in streamed) == streamed[-1]["generated_text"] == HELLO
+            gap = {"model": "far-sglang", "input_prefix": "x", "input_suffix": "y", "input_extra": [{"text": "z"}]}
+            filled = await near.client.post("/infill", json=gap)
+            assert filled.status_code == 400 and filled.json()["error"]["param"] == "input_extra"
             mixed = await near.client.post("/completion", json={"model": "far-sglang", "prompt": [5, "hi"]})
             assert mixed.status_code == 400 and "tokenizer" in mixed.json()["error"]["message"]
 

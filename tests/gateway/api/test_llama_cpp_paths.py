@@ -340,12 +340,26 @@ async def test_limits_keys_accounts_and_guardrails_hold(serving: Serving, text: 
         running.client.headers.update(key)
         cut = await record(running, n_predict=100)
         assert cut["content"] == "Hello, w" and cut["generation_settings"]["n_predict"] == 100
+        vote = {"response_id": cut["id"], "rating": "up"}
+        assert (await running.client.post("/v1/feedback", json=vote)).status_code == 200
         long = await ask(running, prompt="x" * 100)
         assert long.status_code == 400 and long.json()["error"]["n_ctx"] == 64
         statuses = [(await ask(running)).status_code for _ in range(4)]
         assert statuses[-1] == 429
         usage = (await running.client.get("/v1/usage", params={"by": "user,model"})).json()
         assert any(row["user"] == "ann" and row["completion_tokens"] >= 8 for row in usage["data"]), usage
+    asked = (GuardrailConfig(name="asked", words=("secret",), stage="input"),)
+    model = infilling(text)
+    async with serving(ScriptedEngine(model), text=model, guardrails=asked) as running:
+        for path, body in (
+            ("completion", {"prompt": "a secret"}),
+            ("completion", {"prompt": [5, " secret "]}),
+            ("infill", {**GAP, "input_suffix": "a secret"}),
+            ("infill", {**GAP, "input_extra": [{"text": "a secret"}]}),
+        ):
+            blocked = await ask(running, path, **body)
+            assert blocked.status_code == 400 and "`asked`" in blocked.json()["error"]["message"], blocked.text
+        assert not running.engine.seen
     rules = (GuardrailConfig(name="worlds", words=("world",), stage="output", action="redact", replacement="[w]"),)
     async with serving(guardrails=rules) as running:
         assert (await record(running))["content"] == "Hello, [w]!"

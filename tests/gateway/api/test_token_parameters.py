@@ -50,6 +50,17 @@ async def test_what_reaches_the_engine(serving: Serving, text: TextModel) -> Non
                 assert {name: getattr(found, name) for name in expected} == expected, body
 
 
+async def test_filters_that_a_list_of_samplers_leaves_out_are_off(serving: Serving) -> None:
+    async with serving() as gateway:
+        for ask in (gateway.chat, gateway.complete):
+            reply = await ask(samplers=["top_k", "min_p"], top_k=3, top_p=0.2, temperature=0.4, presence_penalty=1)
+            assert reply.status_code == 200 and reply.headers["x-penstock-ignored"] == "samplers", "the order is fixed"
+            found = gateway.engine.seen[-1].params
+            assert (found.top_k, found.top_p, found.temperature, found.presence_penalty) == (3, 1.0, 1.0, 0.0)
+            refused = await ask(samplers=["nope"])
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "samplers"
+
+
 def test_a_forbidden_word_also_counts_behind_a_space(text: TextModel) -> None:
     request = ChatRequest(model="m", messages=[], bad_words=["ab", " b", "ab"])
     a, b, space = text.encode("a")[0], text.encode("b")[0], text.encode(" ")[0]

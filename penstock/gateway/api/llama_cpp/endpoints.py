@@ -10,6 +10,7 @@ import msgspec
 
 import penstock
 from penstock.engine.request import SamplingParams
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.llama_cpp.completion_request import (
     NAMES,
     Asked,
@@ -71,7 +72,7 @@ class LlamaCppEndpoints:
 
     async def _answer(self, exchange: Exchange, request: LlamaCppOptions, gap: Gap | None) -> None:
         pipeline = self._pipeline
-        exchange.record.user_id = exchange.caller.user
+        identify(exchange, None, None)
         name = request.model or pipeline.permissions.usual(exchange)
         asked = completion_request(exchange, request, name)
         if isinstance(request, InfillRequest):

@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.sglang.completion_request import completion_request
 from penstock.gateway.api.sglang.renderer import SglangRenderer
 from penstock.gateway.api.sglang.schemas import GenerateRequest, SglangModelQuery
@@ -61,7 +62,7 @@ class SglangEndpoints:
 
     async def _generate(self, exchange: Exchange, request: GenerateRequest) -> None:
         pipeline = self._pipeline
-        exchange.record.user_id = exchange.caller.user
+        identify(exchange, None, None)
         asked = completion_request(exchange, request)
         name = asked.model or pipeline.permissions.usual(exchange)
         names = asked.names

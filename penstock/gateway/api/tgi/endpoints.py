@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import penstock
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.tgi.completion_request import DEFAULT, NAMES, completion_request
 from penstock.gateway.api.tgi.renderer import TgiRenderer
 from penstock.gateway.api.tgi.schemas import TgiModelQuery, TgiRequest
@@ -45,7 +46,7 @@ class TgiEndpoints:
         """Answer a request, whichever path it came by."""
         exchange.dialect = TGI
         pipeline = self._pipeline
-        exchange.record.user_id = exchange.caller.user
+        identify(exchange, None, None)
         asked = request.parameters or DEFAULT
         if full_text is None:
             full_text = bool(asked.return_full_text)
