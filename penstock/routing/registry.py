@@ -188,6 +188,12 @@ class ServedModel:
         return info.max_model_len if info is not None else self.text.context_length
 
     @property
+    def slots(self) -> int:
+        """How many requests its engines run at once; 0 while none is up."""
+        engines = (engine for engine in self.backend.replicas if engine.ready)
+        return sum(engine.info.max_running for engine in engines if engine.info is not None)
+
+    @property
     def on_demand(self) -> bool:
         """Whether a request starts its first replica."""
         return isinstance(self.backend, ReplicaSet) and self.backend.hold is not None

@@ -19,6 +19,10 @@ class InfillTokens:
     """None: the answer follows the text before the gap, which comes last."""
     ends: tuple[int, ...]
     """Tokens that end the text in the gap, beside the model's own end tokens."""
+    repository: int | None = None
+    """Before the name of a repository whose files follow; None: the model has no token for that."""
+    file: int | None = None
+    """Before the name of a file, whose text follows; None: the same."""
 
     def prompt(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
         if self.middle is None:
@@ -42,6 +46,10 @@ _ENDS = (
 )
 
 
+_REPOSITORIES = ("<|repo_name|>", "<repo_name>", "<reponame>")
+_FILES = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
+
+
 def infill_tokens(token_id: Callable[[str], int | None]) -> InfillTokens | None:
     """The tokens of the format that a vocabulary has; None where it has none."""
     ends = tuple(found for name in _ENDS if (found := token_id(name)) is not None)
@@ -49,5 +57,10 @@ def infill_tokens(token_id: Callable[[str], int | None]) -> InfillTokens | None:
         prefix, suffix = token_id(names[0]), token_id(names[1])
         middle = None if names[2] is None else token_id(names[2])
         if prefix is not None and suffix is not None and (names[2] is None or middle is not None):
-            return InfillTokens(prefix, suffix, middle, ends)
+            repository, file = _first(token_id, _REPOSITORIES), _first(token_id, _FILES)
+            return InfillTokens(prefix, suffix, middle, ends, repository, file)
     return None
+
+
+def _first(token_id: Callable[[str], int | None], names: Sequence[str]) -> int | None:
+    return next((found for name in names if (found := token_id(name)) is not None), None)

@@ -260,10 +260,10 @@ class TextModel:
         """How the model is asked to fill a gap; None: it has no tokens for that."""
         return infill_tokens(self.token_id)
 
-    def between(self, infill: InfillTokens, before: list[int], after: str) -> list[int]:
-        """The prompt for the gap between `before` and `after`."""
+    def between(self, infill: InfillTokens, before: list[int], after: str, files: Sequence[int] = ()) -> list[int]:
+        """The prompt for the gap between `before` and `after`. `files`: the tokens of other files, which come first."""
         prompt = infill.prompt(before, self.encode(after, add_special_tokens=False))
-        return [*self._before, *prompt]
+        return [*self._before, *files, *prompt]
 
     @functools.cached_property
     def most_bytes_per_token(self) -> int | None:
@@ -329,6 +329,11 @@ class TextModel:
         return (
             0 if text.startswith(added) and self.encode(text, add_special_tokens=False) == list(tokens) else len(added)
         )
+
+    def without_added(self, tokens: list[int]) -> list[int]:
+        """Without the special tokens at its beginning that the tokenizer puts before every text."""
+        before = self._before
+        return tokens[len(before) :] if before and tokens[: len(before)] == before else tokens
 
     def detokenizer(
         self, *, skip_special: bool = True, continuation: bool = False, shown: frozenset[int] = frozenset()

@@ -10,6 +10,7 @@ from penstock.gateway.api.admin_endpoints import ADMIN
 from penstock.gateway.api.anthropic.models import ModelsQuery
 from penstock.gateway.api.generation_endpoints import GENERATION
 from penstock.gateway.api.knowledge_endpoints import KNOWLEDGE
+from penstock.gateway.api.native_endpoints import NATIVE
 from penstock.gateway.api.ollama_endpoints import OLLAMA
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
@@ -176,7 +177,7 @@ ENDPOINTS = (
         "POST",
         "/tokenize",
         TokenEndpoints.tokenize,
-        "The same under vLLM's path.",
+        "The same under the path of vLLM and llama.cpp, in either form.",
         "Tokens",
         TokenizeRequest,
         serves_tokens=True,
@@ -229,6 +230,7 @@ ENDPOINTS = (
         query=OwnRequestsQuery,
     ),
     *OLLAMA,
+    *NATIVE,
     *ADMIN,
     *WEBHOOK_ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),

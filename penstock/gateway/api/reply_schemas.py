@@ -348,6 +348,26 @@ _SCHEMAS: dict[str, Schema] = {
     "ollama_show": obj(details=ANY_OBJECT, model_info=ANY_OBJECT, capabilities=many(STRING)),
     "ollama_version": obj(version=STRING),
     "ollama_pull": obj(status=STRING),
+    "llama_cpp_completion": ANY,
+    "llama_cpp_infill": ANY,
+    "llama_cpp_embedding": many(obj(index=INTEGER, embedding=many(ANY))),
+    "apply_template": obj(prompt=STRING),
+    "llama_cpp_props": obj(
+        default_generation_settings=ANY_OBJECT,
+        total_slots=INTEGER,
+        model_path=STRING,
+        chat_template=STRING,
+        modalities=ANY_OBJECT,
+        build_info=STRING,
+        is_sleeping=BOOLEAN,
+    ),
+    "llama_cpp_slots": many(obj(id=INTEGER, n_ctx=maybe(INTEGER), is_processing=BOOLEAN)),
+    "llama_cpp_lora_adapters": many(obj(id=INTEGER, path=STRING, scale=NUMBER)),
+    "tgi_root": many(obj(generated_text=STRING)),
+    "tgi_generate_stream": {"text/event-stream": {}},
+    "tgi_info": obj(model_id=STRING, max_input_tokens=INTEGER, max_total_tokens=INTEGER, version=STRING),
+    "generate": ANY,
+    "sglang_model_info": obj(model_path=STRING, tokenizer_path=STRING, is_generation=BOOLEAN),
     "root": {"text/plain": {"schema": STRING}},
     "health": obj(status=word("ok", "unavailable")),
     "ping": obj(status=word("ok", "unavailable")),
@@ -359,7 +379,12 @@ _SCHEMAS: dict[str, Schema] = {
 
 REPLIES = Replies(
     _SCHEMAS,
-    streams=frozenset(("chat_completions", "completions", "create_response", "create_message")),
+    streams=frozenset(
+        (
+            *("chat_completions", "completions", "create_response", "create_message"),
+            *("llama_cpp_completion", "llama_cpp_infill", "generate", "tgi_root"),
+        )
+    ),
     records=frozenset(("ollama_chat", "ollama_generate", "ollama_pull")),
     accepted=frozenset(("drain_server", "drain_machine")),
 )

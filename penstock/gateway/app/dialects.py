@@ -80,9 +80,46 @@ class OllamaDialect(Dialect):
         return {"error": error.message}
 
 
+class LlamaCppDialect(Dialect):
+    """That of llama.cpp's own paths: the code is the status, and a prompt that does not fit has a type of its own."""
+
+    error_name = "LlamaCppError"
+    error_schema = _object(error=_object(code={"type": "integer"}, message=_STRING, type=_STRING, param=_OPTIONAL))
+
+    def error(self, error: ApiError, request_id: str) -> object:
+        kind = error.type
+        more: dict[str, object] = {}
+        if isinstance(error, ContextLengthExceeded):
+            kind = "exceed_context_size_error"
+            more = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.limit}
+        elif error.code == "unsupported_parameter":
+            kind = "not_supported_error"
+        elif error.status == 503:
+            kind = "unavailable_error"
+        return {"error": {"code": error.status, "message": error.message, "type": kind, "param": error.param, **more}}
+
+
+class TgiDialect(Dialect):
+    """That of the paths of text-generation-inference."""
+
+    error_name = "TgiError"
+    error_schema = _object(error=_STRING, error_type=_STRING)
+
+    def error(self, error: ApiError, request_id: str) -> object:
+        if error.status in (429, 503):
+            kind = "overloaded"
+        elif isinstance(error, InvalidRequest):
+            kind = "validation"
+        else:
+            kind = "generation" if error.status >= 500 else error.type
+        return {"error": error.message, "error_type": kind}
+
+
 OPENAI = Dialect()
 ANTHROPIC = AnthropicDialect()
 OLLAMA = OllamaDialect()
+LLAMA_CPP = LlamaCppDialect()
+TGI = TgiDialect()
 _ACTED_UPON = ("thread_unsupported_request",)
 """Error codes on which clients of the Messages API do something else than report the error."""
 _SAME = ("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error")

@@ -14,6 +14,7 @@ from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
+from penstock.gateway.generation.gap import Gap
 from penstock.gateway.generation.prompt_options import kept_tokens
 from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.sampling import (
@@ -36,7 +37,6 @@ from penstock.gateway.generation.tool_choice import check_constrained
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.placement import ANYWHERE
 from penstock.routing.registry import ModelRegistry, ServedModel
-from penstock.text.infill import InfillTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,15 @@ class CompletionGenerations(GenerationFactory):
         limit: TokenLimit,
         *,
         prompt_only: bool,
+        gap: Gap | None = None,
     ) -> Generation:
-        """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown.
+        `gap`: what they are continued to, where that is not the request's `suffix`."""
         if attempt.trial is not None and attempt.trial.wants_again:
             asked = request
-            attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
+            attempt.trial.again = lambda other: self.make(
+                other, asked, prompts, limit, prompt_only=prompt_only, gap=gap
+            )
         request = with_response_format(request)
         check_targets(attempt.exchange)
         exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
@@ -68,6 +72,8 @@ class CompletionGenerations(GenerationFactory):
         limit = limit.capped(self.cap(exchange, "output_tokens", name), asked=request.max_tokens is not None)
         remote = self.registry.remote(attempt.model)
         if remote is not None:
+            if gap is not None:
+                request = gap.for_remote(request, remote.name)
             return await self.remotes.completion(attempt, request, prompts, limit, remote, prompt_only=prompt_only)
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)
@@ -91,7 +97,9 @@ class CompletionGenerations(GenerationFactory):
             grammar=grammar,
         )
         params = self.watermarks.marked(exchange, request.watermark, params)
-        infill = _infill(request, model)
+        if gap is None and request.suffix:
+            gap = Gap(request.suffix)
+        infill = None if gap is None else gap.tokens(request, model)
         if infill is not None:
             params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *infill.ends))))
         echoed = request.logprobs if request.echo else None
@@ -101,20 +109,21 @@ class CompletionGenerations(GenerationFactory):
         window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)
 
         last = kept_tokens(request.truncate_prompt_tokens, window, limit)
-        suffix = request.suffix or ""
         tokenized = []
         total, longest, placement = 0, 0, ANYWHERE
-        async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + len(suffix)):
-            if suffix:
-                check_size(model, len(suffix), window, "suffix", quota)
-                suffix = await self.content_filter.prompt(exchange, suffix)
+        size = 0 if gap is None else gap.size
+        async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + size):
+            if gap is not None:
+                check_size(model, len(gap.after), window, gap.param, quota)
+                gap = await gap.filtered(lambda text: self.content_filter.prompt(exchange, text))
             for prompt in prompts:
                 add_special = request.add_special_tokens is not False and infill is None
                 if isinstance(prompt, str) and last is None:
                     check_size(model, len(prompt), window, "prompt", quota)
                 tokens, shown = await self._tokens(exchange, model, info, prompt, window, last, add_special=add_special)
-                if infill is not None:
-                    tokens, shown = model.text.between(infill, tokens, suffix), None
+                if infill is not None and gap is not None:
+                    tokens = await gap.prompt(self.tokenization, model, infill, tokens, window, limit, exchange)
+                    shown = None
                 if not tokens:
                     raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
                 longest = max(longest, len(tokens))
@@ -170,18 +179,3 @@ class CompletionGenerations(GenerationFactory):
         filtered = await self.content_filter.prompt(exchange, prompt)
         tokens = await encode(filtered, add_special_tokens=add_special)
         return tokens, None if last is not None and len(tokens) >= last else filtered
-
-
-def _infill(request: CompletionRequest, model: ServedModel) -> InfillTokens | None:
-    """How the model fills the gap before `suffix`; None where there is no suffix."""
-    if not request.suffix:
-        return None
-    if request.echo:
-        raise InvalidRequest("`echo` shows a prompt without a gap; leave it out with `suffix`.", param="echo")
-    if model.text.infill is None:
-        raise InvalidRequest(
-            f"`suffix` is for models that fill gaps; `{model.name}` has no tokens for that.",
-            param="suffix",
-            code="unsupported_parameter",
-        )
-    return model.text.infill

@@ -132,6 +132,17 @@ class Permissions:
         """Those of `names` that a request may reach, in the same order."""
         return [name for name in names if self.allows(exchange, name)]
 
+    def usual(self, exchange: Exchange) -> str:
+        """The name of the model that answers a request which names none, as clients of servers with one model send
+        it: the first that runs here, or else the first of another server."""
+        for name in (model.name for model in self._registry):
+            if self.allows(exchange, name):
+                return name
+        for remote in self._registry.remotes.values():
+            if remote.kind == "chat" and self.allows(exchange, remote.name):
+                return remote.name
+        raise self.unknown(exchange.caller, "")
+
     def first(self, exchange: Exchange) -> ServedModel:
         """The model of a request that names none: the first that it may reach."""
         for model in self._registry:

@@ -34,6 +34,7 @@ from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.tokenized_model import TokenizedModel, known_text
 from penstock.gateway.generation.watermarks import Watermarks
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
@@ -133,6 +134,14 @@ class GenerationPipeline:
             registry=registry,
             remotes=remotes,
         ).make
+
+    async def tokenized(self, name: str) -> TokenizedModel:
+        """The model called `name`, which exists for the caller; a 400 where its tokenizer is not known here."""
+        remote = self.registry.remote(name)
+        if remote is not None:
+            return known_text(remote)
+        await self.registry.prepare(name)
+        return self.registry.route(name).model
 
     async def count_remote(
         self, exchange: Exchange, model: RemoteModel, chat: ChatRequest, messages: list[Message]

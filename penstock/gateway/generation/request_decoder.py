@@ -82,7 +82,7 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (None, 1),
     "typical_p": (None, 1),
     "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
+    "allowed_token_ids": ANY,
 }
 """Parameters that an endpoint may not honour, with the values that ask for nothing."""
 _FILTERS = "the filters here are `top_k`, `top_p`, `min_p` and `typical_p`"
@@ -102,7 +102,6 @@ REASONS = {
     "top_a": _FILTERS,
     "tfs_z": _FILTERS,
     "dynatemp_range": "a request has one temperature; use `temperature` with `min_p`",
-    "samplers": "their order is fixed: penalties, constraints, typical_p, temperature, top_k, top_p, min_p",
     "separate_reasoning": _APART,
     "reasoning_format": _APART,
     "logits_processors": _CODE,

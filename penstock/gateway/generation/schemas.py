@@ -147,7 +147,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**18)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**18)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -278,6 +278,11 @@ class TokenDetails(Sampling, kw_only=True):
     min_new_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     n_probs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    samplers: (
+        Annotated[str, Meta(max_length=32)]
+        | Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)]
+        | None
+    ) = None
 
 
 class ChatRequest(TokenDetails, kw_only=True):
@@ -347,7 +352,8 @@ class CompletionRequest(TokenDetails, kw_only=True):
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/tokenize and /tokenize: `prompt` or `messages`."""
+    """POST /v1/tokenize, /tokenize and /apply-template: `prompt` or `messages`; or a text by its names in the APIs of
+    llama.cpp and text-generation-inference, with an answer in their forms."""
 
     model: Name | None = None
     """The first model served when not given."""
@@ -365,6 +371,14 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """For the estimate: how many completion tokens to price."""
     return_token_strs: bool | None = None
     """Also each token as the vocabulary spells it."""
+    content: str | None = None
+    """The text, for clients of llama.cpp."""
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+    """Go with `content`."""
+    inputs: str | None = None
+    """The text, for clients of text-generation-inference."""
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):

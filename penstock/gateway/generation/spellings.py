@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.samplers import choose_samplers
 from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest, TokenDetails
 from penstock.protocol.errors import InvalidRequest
 
@@ -15,7 +17,7 @@ _NAMES = (
 """The usual name, and what llama.cpp, SGLang and TGI call it."""
 
 
-def respell(request: TokenDetails) -> None:
+def respell(exchange: Exchange, request: TokenDetails) -> None:
     """Move values to their usual names; a 400 where two names of one parameter have different values."""
     if request.n_predict == -1:
         request.n_predict = None  # as many as fit
@@ -29,6 +31,7 @@ def respell(request: TokenDetails) -> None:
         request.logprobs = True
     elif isinstance(request, CompletionRequest):
         _move(request, "n_probs", "logprobs")
+    choose_samplers(exchange, request)
 
 
 def _move(request: TokenDetails, name: str, usual: str) -> None:

@@ -33,6 +33,9 @@ class ContentFilter(Protocol):
     async def prompt(self, exchange: Exchange, text: str) -> str:
         """The same for text."""
 
+    def guards(self, exchange: Exchange) -> bool:
+        """Whether text is held back from this caller, so that neither tokens nor probabilities may be shown."""
+
     def watch(self, exchange: Exchange, generation: Generation) -> None:
         """Filter what the generation says from now on."""
 

@@ -50,10 +50,13 @@ class Tokenization:
         most: int,
         last: int | None = None,
         add_special_tokens: bool = True,
+        special: bool = True,
     ) -> list[int]:
         """The token ids of a text; if there are more than `most`, the first of them. `last`: only so many at its
-        end."""
-        encode = functools.partial(model.text.encode, text, add_special_tokens=add_special_tokens, most=most, last=last)
+        end. `special`: see `TextModel.encode`."""
+        encode = functools.partial(
+            model.text.encode, text, special=special, add_special_tokens=add_special_tokens, most=most, last=last
+        )
         return encode() if len(text) <= INLINE_CHARACTERS else await self.run(tenant, len(text), encode)
 
     async def encode_chat(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.protocol.errors import InvalidRequest
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
 
@@ -33,6 +34,19 @@ class RemoteText:
     text: TextModel
     context_window: int | None
     tool_format: str = "auto"
+
+
+def known_text(model: RemoteModel) -> RemoteText:
+    """The tokenizer of a remote model; a 400 where it is not known."""
+    text = remote_text(model)
+    if text is None:
+        raise InvalidRequest(
+            f"`{model.name}` runs on another server, and its tokenizer is not known here (`remotes[].tokenizer` names "
+            "it).",
+            param="model",
+            code="remote_model",
+        )
+    return text
 
 
 def remote_text(model: RemoteModel) -> RemoteText | None:

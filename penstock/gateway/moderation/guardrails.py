@@ -226,6 +226,10 @@ class Guardrails:
         failing = [moderation.config.name for moderation in self._moderations if moderation.refuses_all]
         return f"the model of the guardrail `{failing[0]}` does not answer" if failing else None
 
+    def guards(self, exchange: Exchange) -> bool:
+        """Whether text is held back from this caller, so that neither tokens nor probabilities may be shown."""
+        return any(rule.applies(exchange.caller) for rule in self._output)
+
     def watch(self, exchange: Exchange, generation: Generation) -> None:
         """Filter what the generation says."""
         if not self._output and not self._moderations:

@@ -14,6 +14,7 @@ from penstock.gateway.api.admin.sleep import SleepEndpoints
 from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
+from penstock.gateway.api.llama_cpp.endpoints import LlamaCppEndpoints
 from penstock.gateway.api.ollama.catalogue import Catalogue
 from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
 from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
@@ -32,6 +33,8 @@ from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.openai.watermark import WatermarkEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
+from penstock.gateway.api.sglang.endpoints import SglangEndpoints
+from penstock.gateway.api.tgi.endpoints import TgiEndpoints
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
@@ -90,7 +93,7 @@ def _generation(gateway: Gateway) -> list[object]:
 
 
 def _inference(gateway: Gateway) -> list[object]:
-    """Models, and what else is asked of them: vectors, ranks, tokens, moderation; Ollama's paths."""
+    """Models, and what else is asked of them: vectors, ranks, tokens, moderation; paths of other servers."""
     settings, registry, permissions = gateway.settings, gateway.registry, gateway.permissions
     encoders, work, guardrails = gateway.encoders, gateway.encoder_work, gateway.guardrails
     routes, quotas, tokenization = gateway.routes, gateway.quotas, gateway.tokenization
@@ -98,6 +101,7 @@ def _inference(gateway: Gateway) -> list[object]:
     models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
     embeddings = EmbeddingEndpoints(encoders, work, guardrails, limit)
     catalogue = Catalogue(registry, permissions, encoders, routes)
+    tgi = TgiEndpoints(gateway.pipeline)
     return [
         models,
         ModelAdminEndpoints(
@@ -112,6 +116,9 @@ def _inference(gateway: Gateway) -> list[object]:
         ),
         WatermarkEndpoints(permissions, tokenization, quotas, gateway.watermarks, limit),
         OllamaEndpoints(gateway.pipeline, catalogue, embeddings),
+        LlamaCppEndpoints(gateway.pipeline, embeddings),
+        tgi,
+        SglangEndpoints(gateway.pipeline, tgi),
         OllamaPullEndpoints(catalogue, gateway.supervisor, limit),
     ]
 

@@ -25,6 +25,8 @@ ROUTES = {
     "msg_": "/v1/messages",
     "ollama-chat-": "/api/chat",
     "ollama-generate-": "/api/generate",
+    "llama-cpp-": "/completion",
+    "sglang-": "/generate",
 }
 _ID = re.compile(f"({'|'.join(ROUTES)})([0-9a-f]{{32}})")
 _COLUMNS = "response_id, tenant, user_id, model, adapter, route, rating, comment, created_at, via, arm"

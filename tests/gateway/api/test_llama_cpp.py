@@ -113,3 +113,36 @@ async def test_its_own_dialect(serving: Serving, url: str) -> None:
         formed = (await running.chat(model="llama", response_format=wanted, **{**ASKED, "max_tokens": 60})).json()
         assert isinstance(json.loads(formed["choices"][0]["message"]["content"])["city"], str)
         await server.check()
+
+
+@pytest.mark.slow
+async def test_our_answers_on_its_own_paths_have_the_fields_of_its_answers(serving: Serving, url: str) -> None:
+    root = url.removesuffix("/v1")
+    asked = {"prompt": "hi", "n_predict": 4, "temperature": 0, "n_probs": 2, "return_tokens": True}
+    absent = {"chat_format", "reasoning_format", "reasoning_in_content", "generation_prompt", "speculative.types"}
+    absent |= {"backend_sampling"}
+
+    def missing(theirs: dict[str, Any], ours: dict[str, Any]) -> set[str]:
+        found = set(theirs) - set(ours)
+        for name in set(theirs) & set(ours):
+            assert type(theirs[name]) is type(ours[name]) or isinstance(ours[name], int | float), name
+            if isinstance(theirs[name], dict):
+                found |= missing(theirs[name], ours[name])
+        return found - absent
+
+    async with serving() as running, httpx.AsyncClient(timeout=180) as direct:
+        there = (await direct.post(f"{root}/completion", json=asked)).json()
+        here = (await running.client.post("/completion", json=asked)).json()
+        assert not missing(there, here)
+        assert not missing(there["completion_probabilities"][0], here["completion_probabilities"][0])
+        streamed = {**asked, "stream": True}
+        far = [json.loads(data) for data in events((await direct.post(f"{root}/completion", json=streamed)).text)]
+        near = [json.loads(data) for data in events((await running.client.post("/completion", json=streamed)).text)]
+        assert not missing(far[0], near[0]) and not missing(far[-1], near[-1])
+        for path, body in (
+            ("tokenize", {"content": "hi", "with_pieces": True}),
+            ("detokenize", {"tokens": [5, 6]}),
+            ("apply-template", {"messages": ASKED["messages"]}),
+        ):
+            there = (await direct.post(f"{root}/{path}", json=body)).json()
+            assert not missing(there, (await running.client.post(f"/{path}", json=body)).json())

@@ -31,7 +31,7 @@ REACHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_new_tokens": 7, "max_tokens": 7}, {"max_tokens": 7}),
     ({"min_new_tokens": 3, "max_tokens": 9}, {"min_tokens": 3}),
     ({"allowed_token_ids": [5, 9, 5]}, {"allowed_token_ids": (5, 9)}),
-    ({"allowed_token_ids": [], "bad_words": []}, {"allowed_token_ids": (), "bad_words": ()}),
+    ({"allowed_token_ids": None, "bad_words": []}, {"allowed_token_ids": (), "bad_words": ()}),
     ({"prompt_logprobs": 2}, {"prompt_logprobs": 2, "logprobs": None}),
     ({"n_probs": 3}, {"logprobs": 3}),
     ({"n_probs": 0, "n_predict": -1, "repeat_penalty": None}, {"logprobs": None, "repetition_penalty": 1.0}),
@@ -48,6 +48,17 @@ async def test_what_reaches_the_engine(serving: Serving, text: TextModel) -> Non
                 assert "x-penstock-ignored" not in reply.headers, body
                 found = engine.seen[-1].params
                 assert {name: getattr(found, name) for name in expected} == expected, body
+
+
+async def test_filters_that_a_list_of_samplers_leaves_out_are_off(serving: Serving) -> None:
+    async with serving() as gateway:
+        for ask in (gateway.chat, gateway.complete):
+            reply = await ask(samplers=["top_k", "min_p"], top_k=3, top_p=0.2, temperature=0.4, presence_penalty=1)
+            assert reply.status_code == 200 and reply.headers["x-penstock-ignored"] == "samplers", "the order is fixed"
+            found = gateway.engine.seen[-1].params
+            assert (found.top_k, found.top_p, found.temperature, found.presence_penalty) == (3, 1.0, 1.0, 0.0)
+            refused = await ask(samplers=["nope"])
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "samplers"
 
 
 def test_a_forbidden_word_also_counts_behind_a_space(text: TextModel) -> None:

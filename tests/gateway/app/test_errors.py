@@ -136,6 +136,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"bad_words": [" "]}, "bad_words"),
     ({"typical_p": 1.1}, "typical_p"),
     ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),

@@ -68,7 +68,7 @@ class ChatEndpoints:
         if request.stream_options is not None:
             request.stream_options.apply(exchange)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
-        respell(request)
+        respell(exchange, request)
         _check(request)
         keep = self._keep(exchange, request)
         request = with_tools(request)

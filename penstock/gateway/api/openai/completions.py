@@ -43,7 +43,7 @@ class CompletionEndpoints:
         if request.stream_options is not None:
             request.stream_options.apply(exchange)
         identify(exchange, request.user or request.safety_identifier, request.metadata)
-        respell(request)
+        respell(exchange, request)
         n = request.n or 1
         _check(request, n)
         prompts = _prompts(request)

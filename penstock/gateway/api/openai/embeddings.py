@@ -58,13 +58,13 @@ class EmbeddingEndpoints:
         await exchange.reply_json({"object": "list", "data": data, "model": found.model, "usage": usage})
 
     async def encode(self, exchange: Exchange, request: EmbeddingsRequest) -> Encoded:
-        """The vectors of a request, limited and charged."""
+        """The vectors of a request, limited and charged. Without a model the first encoder makes them."""
         inputs = _inputs(request)
-        remote = self._remotes.find(exchange, request.model)
+        remote = self._remotes.find(exchange, request.model or None)
         if remote is not None:
             rows, tokens = await self._remotes.vectors(exchange, request, remote, inputs)
             return Encoded(remote.name, [_written(row, request.encoding_format) for row in rows], tokens)
-        embedder = self._encoder_work.find(exchange, request.model)
+        embedder = self._encoder_work.find(exchange, request.model or None)
         info = await embedder.open()
         ids = await self._prepared(exchange, request, embedder, info, inputs)
         tokens = sum(map(len, ids))

@@ -1,5 +1,6 @@
 """POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference. `/tokenize` and
-`/detokenize` are the same under vLLM's paths. GET /tokenizer_info: what a client needs to know of the tokenizer."""
+`/detokenize` are the same under the paths of other servers, whose forms are told by the name of the text. GET
+/tokenizer_info: what a client needs to know of the tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any
 from msgspec import Struct
 
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.api.openai.token_forms import pieces, spans
 from penstock.gateway.app.decoding import decode_query
+from penstock.gateway.app.dialects import LLAMA_CPP, TGI
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
 from penstock.gateway.generation.input_files import InputFiles
@@ -27,7 +30,7 @@ from penstock.gateway.generation.tokenization import (
     most_counted,
     tools_size,
 )
-from penstock.gateway.generation.tokenized_model import TokenizedModel, remote_text
+from penstock.gateway.generation.tokenized_model import TokenizedModel, known_text
 from penstock.gateway.generation.tool_choice import tool_of
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
@@ -35,6 +38,8 @@ from penstock.routing.remotes import RemoteModel
 
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
+OTHER_OPTIONS = ("add_special", "parse_special", "with_pieces")
+NOT_TEMPLATE = ("prompt", "content", "inputs", "add_special_tokens", "max_tokens", "return_token_strs")
 _detokenize = RequestDecoder(DetokenizeRequest)
 
 
@@ -66,6 +71,12 @@ class TokenEndpoints:
 
     async def tokenize(self, exchange: Exchange) -> None:
         request = _tokenize(exchange, await exchange.body(self._body_limit))
+        if request.content is not None or request.inputs is not None:
+            await self._other_form(exchange, request)
+            return
+        for name in OTHER_OPTIONS:
+            if getattr(request, name) is not None:
+                raise InvalidRequest(f"`{name}` goes with `content`.", param=name)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either `prompt` or `messages`.", param="prompt")
         if request.messages is not None and request.add_special_tokens:
@@ -91,6 +102,52 @@ class TokenEndpoints:
             work.tokens = len(tokens)
         spelled = [model.text.token_spelling(token) for token in tokens] if request.return_token_strs else None
         await self._reply(exchange, request, model, tokens, len(tokens), spelled)
+
+    async def _other_form(self, exchange: Exchange, request: TokenizeRequest) -> None:
+        """A text by its name in llama.cpp's API or in that of text-generation-inference."""
+        llama = request.content is not None
+        exchange.dialect = LLAMA_CPP if llama else TGI
+        own = ("model", "content", *OTHER_OPTIONS) if llama else ("model", "inputs", "add_special_tokens")
+        for name in request.__struct_fields__:
+            if name not in own and getattr(request, name) is not None:
+                raise InvalidRequest(f"`{name}` does not go with `{own[1]}`.", param=name)
+        model = await self._tokenized(exchange, request.model)
+        text, most = request.content if llama else request.inputs, most_counted(model)
+        assert text is not None
+        async with self._quotas.text_work(exchange, model.name, len(text), only=True) as work:
+            check_size(model, len(text), most, own[1])
+            tokens = await self._tokenization.encode(
+                model,
+                text,
+                tenant=exchange.caller.tenant,
+                most=most,
+                add_special_tokens=bool(request.add_special) if llama else request.add_special_tokens is not False,
+                special=request.parse_special is not False,
+            )
+            work.tokens = len(tokens)
+            check_counted(len(tokens), most, own[1])
+        if llama:
+            await exchange.reply_json({"tokens": pieces(model.text, tokens) if request.with_pieces else tokens})
+        else:
+            await exchange.reply_json(spans(model.text, tokens, text))
+
+    async def apply_template(self, exchange: Exchange) -> None:
+        """The prompt of a conversation as text: what `/completion` makes the same tokens of, without those that it
+        adds itself."""
+        request = _tokenize(exchange, await exchange.body(self._body_limit))
+        if request.messages is None:
+            raise InvalidRequest("Missing required parameter: `messages`.", param="messages", code="missing_parameter")
+        for name in (*NOT_TEMPLATE, *OTHER_OPTIONS):
+            if getattr(request, name) is not None:
+                raise InvalidRequest(f"`{name}` does not go with `messages`.", param=name)
+        model = await self._model(exchange, request.model)
+        request.messages = await self._files.chat(exchange, request.messages, model.name, free=True)
+        async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+            tokens = await self._tokens(exchange, request, model)
+            work.tokens = len(tokens)
+            tokens = model.text.without_added(tokens)
+            text = await self._tokenization.decode(model, tokens, tenant=exchange.caller.tenant)
+        await exchange.reply_json({"prompt": text})
 
     async def _tokenize_remote(self, exchange: Exchange, request: TokenizeRequest, model: RemoteModel) -> None:
         """For a model that another server runs. `estimated` is true where the count is an estimate; `tokens` are there
@@ -181,15 +238,7 @@ class TokenEndpoints:
         remote = None if name is None else self._permissions.remote(exchange, name)
         if remote is None:
             return await self._model(exchange, name)
-        text = remote_text(remote)
-        if text is None:
-            raise InvalidRequest(
-                f"`{remote.name}` runs on another server, and its tokenizer is not known here (`remotes[].tokenizer` "
-                "names it).",
-                param="model",
-                code="remote_model",
-            )
-        return text
+        return known_text(remote)
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
         asked = decode_query(TokenizerQuery, exchange.scope)
@@ -223,6 +272,7 @@ class TokenEndpoints:
                 "model": model.name,
                 "text": text,
                 "prompt": text,
+                "content": text,
                 "count": count,
             }
         )

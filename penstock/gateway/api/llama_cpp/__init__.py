@@ -1,0 +1,1 @@
+"""The API of llama.cpp's server, beside what it has in common with OpenAI."""

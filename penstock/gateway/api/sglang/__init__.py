@@ -1,0 +1,1 @@
+"""The API of SGLang, beside what it has in common with OpenAI."""
