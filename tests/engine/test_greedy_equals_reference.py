@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.backends.reference import linear
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import FAMILIES, Reference, write_checkpoint
 
@@ -80,6 +81,12 @@ def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
         assert len(got[name]) == GROWTH and reference.agrees(prompt, got[name])
     assert tight.load_snapshot().preemptions > 0
     assert_idle(tight)
+
+
+def test_packed_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As those of larger models are."""
+    monkeypatch.setattr(linear, "SMALL", 0)
+    test_alone_and_in_a_mixed_batch(write_checkpoint("qwen2-bias", tmp_path))
 
 
 @pytest.mark.parametrize("family", BRIEF)

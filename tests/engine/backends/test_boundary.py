@@ -12,6 +12,8 @@ import penstock.engine
 
 ENGINE = Path(penstock.engine.__file__).parent
 BACKENDS = ENGINE / "backends"
+NOTICED = ("type", "name", "is_cuda", "is_cpu", "cuda", "backends")
+"""How attributes begin that are written out to be looked at, which takes most of the time."""
 PRIVATE = ("penstock.engine.backends.cpu", "penstock.engine.backends.cuda")
 
 
@@ -23,13 +25,15 @@ def problems(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             yield from (f"imports {name}" for name in names if name.startswith(PRIVATE))
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr.startswith(NOTICED):
             text = ast.unparse(node)
             if text.endswith(("device.type", "ops.name", "backend.name")) or node.attr in ("is_cuda", "is_cpu"):
                 yield f"asks for {text}"
             elif text.startswith(("torch.cuda", "torch.backends")):
                 yield f"uses {text}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            if node.func.id not in ("isinstance", "hasattr"):
+                continue
             asked = ast.unparse(node.args[0])
             if node.func.id == "isinstance" and asked.endswith(("ops", "backend")):
                 yield f"asks for the type of {asked}"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from penstock.engine.backends.reference import linear
 from penstock.engine.backends.reference.backend import ReferenceBackend
 
 
@@ -17,3 +18,17 @@ def test_every_type_has_linears_on_every_processor(dtype: torch.dtype) -> None:
     got = ReferenceBackend().linear(weight, bias)(x)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.skipif(not linear.packs(torch.float32), reason="no oneDNN")
+def test_large_weights_are_packed_and_small_ones_copied() -> None:
+    torch.manual_seed(0)
+    for shape, kind in (((96, 64), linear.DenseLinear), ((520, 320), linear.PackedLinear)):
+        weight, bias = torch.randn(*shape), torch.randn(shape[0])
+        want = weight.clone()
+        made = ReferenceBackend().linear(weight, bias)
+        assert isinstance(made, kind)
+        weight.zero_()
+        for rows in (1, 3, 17, 130):
+            x = torch.randn(rows, shape[1])
+            torch.testing.assert_close(made(x), F.linear(x, want, bias), rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.gloo import gloo_group
 from penstock.engine.backends.host_memory import HostMemory
 from penstock.engine.backends.interface import CopyEvent, DeviceMemory, Ops, Staging, StepDefaults
-from penstock.engine.backends.reference.linear import DenseLinear, PackedLinear, packs
+from penstock.engine.backends.reference.linear import DenseLinear, PackedLinear, is_small, packs
 from penstock.engine.backends.reference.lora import ReferenceLora
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.backends.staging import HostStaging
@@ -69,6 +69,8 @@ class ReferenceBackend(Backend):
         return WeightPlan()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        if is_small(weight):
+            return DenseLinear(weight.clone(memory_format=torch.contiguous_format), bias)
         return PackedLinear(weight, bias) if packs(weight.dtype) else DenseLinear(weight, bias)
 
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:

@@ -1,6 +1,6 @@
 """Dense linears through PyTorch.
 
-On CPU, weights are prepacked once into oneDNN's blocked layout (2 to 4 times faster than packing at every call).
+On CPU, large weights are prepacked once into oneDNN's blocked layout (2 to 4 times faster than packing at every call).
 """
 
 from __future__ import annotations
@@ -20,6 +20,16 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+SMALL = 1 << 16
+"""Up to so many float32 weights fit a core's cache."""
+
+
+def is_small(weight: Tensor) -> bool:
+    """Whether packing these weights at every call takes less time than oneDNN takes to find its kernel, and far less
+    than it takes to generate one, which it does for every other number of rows."""
+    return weight.dtype == torch.float32 and weight.numel() <= SMALL
 
 
 def packs(dtype: torch.dtype) -> bool:
