@@ -59,8 +59,8 @@ def compose_delta_net(context: LayerContext) -> ChannelDeltaNet:
             eps=config.rms_eps,
         ),
         dtype=read.dtype,
-        decay_up=dense.linear(at, {DECAY_UP: wide}, dim),
-        gate_up=dense.linear(at, {GATE_UP: wide}, dim),
+        decay_expand=dense.linear(at, {DECAY_UP: wide}, dim),
+        gate_expand=dense.linear(at, {GATE_UP: wide}, dim),
     )
 
 

@@ -77,21 +77,21 @@ class ChannelDeltaNet(GatedDeltaNet):
     """A delta net in which every channel of a key forgets at its own rate (KDA). So many decays, and the output gates,
     are each made of as many numbers as a head has: these stand behind the update rates in the gates."""
 
-    decay_up: Linear
-    gate_up: Linear
+    decay_expand: Linear
+    gate_expand: Linear
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         mixed = (self.mix,) if self.gates is None else (self.mix, self.gates)
-        return *mixed, self.decay_up, self.gate_up, self.output
+        return *mixed, self.decay_expand, self.gate_expand, self.output
 
     @property
     def _before_gates(self) -> int:
         return self.layout.channels
 
     def _mixed(self, projected: Tensor, gates: Tensor, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
-        rates, decays, narrow = gates.split([self.layout.v_heads, self.layout.k_dim, self.layout.v_dim], -1)
-        output_gates = self.gate_up(narrow.contiguous())
-        every = torch.cat((rates, self.decay_up(decays.contiguous())), -1)
+        rates, decays, narrow = torch.split(gates, [self.layout.v_heads, self.layout.k_dim, self.layout.v_dim], -1)
+        output_gates = self.gate_expand(narrow.contiguous())
+        every = torch.cat((rates, self.decay_expand(decays.contiguous())), -1)
         rows = torch.cat((projected, output_gates), -1)
         return self.delta_ops.delta_net(rows, every, self.layout, self.weights, batch, cache.conv, cache.state)
