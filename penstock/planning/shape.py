@@ -91,6 +91,22 @@ class Delta:
     conv: int
     grouped: bool = True
     """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
+    by_channel: bool = False
+    """Whether every channel has a decay: decays and output gates are then made through as many numbers as a head has."""
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        values = self.v_heads * self.v_dim
+        if self.by_channel:
+            narrow, keys = self.k_dim + self.v_dim, self.v_heads * self.k_dim
+            return hidden * (self.channels + values + self.v_heads + narrow) + self.k_dim * keys + self.v_dim * values
+        return hidden * (self.channels + 2 * values + 2 * self.v_heads)
+
+    @property
+    def others(self) -> int:
+        """Parameters beside them."""
+        biases = self.v_heads * (self.k_dim if self.by_channel else 1)
+        return self.conv * self.channels + self.v_heads + biases + self.v_dim
 
     @property
     def channels(self) -> int:
@@ -313,7 +329,10 @@ class ModelShape:
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
         small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
         mla = self.mla
-        if mla is not None:
+        if recurrent and self.delta is not None:
+            query_output, latent, key_value = self.delta.matrices(hidden), 0, 0
+            small += self.delta.others
+        elif mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim
             latent = hidden * mla.cached
             if mla.q_rank is None:
@@ -334,11 +353,6 @@ class ModelShape:
             query_output, key_value = self.compression.by_heads(hidden), 0
             latent = self.compression.for_all_heads(hidden, rate, indexed)
             small += self.compression.others(hidden, rate, indexed)
-        elif recurrent and self.delta is not None:
-            delta = self.delta
-            values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
-            query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
-            small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
         elif recurrent and self.short_conv is not None:
             query_output, latent, key_value = self.short_conv.matrices(hidden), 0, 0
             small += self.short_conv.others(hidden)
