@@ -92,7 +92,7 @@ class Delta:
     grouped: bool = True
     """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
     by_channel: bool = False
-    """Whether every channel has a decay: decays and output gates are then made through as many numbers as a head has."""
+    """Whether every channel has a decay; decays and output gates are then made of as many numbers as a head has."""
 
     def matrices(self, hidden: int) -> int:
         """Parameters of the projections."""
