@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
+from penstock.planning.shape import ModelShape
 
 GIB = 1 << 30
 CONTEXTS = tuple(1024 << power for power in range(8))

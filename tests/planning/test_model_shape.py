@@ -60,7 +60,8 @@ KIMI_LINEAR = {
 }  # fmt: skip
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
-    "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", "deepseek_v4",
+    "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
+    "deepseek_v4",
     *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""

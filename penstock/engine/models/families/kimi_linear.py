@@ -38,6 +38,8 @@ _OTHER_NAMES = {
     "model_max_length": "max_position_embeddings",
 }  # fmt: skip
 """Of published files, which the reference prefers, and its own."""
+_WITHOUT_EFFECT = frozenset({"head_dim", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
+"""The size of a head follows from others, and nothing is rotated."""
 _OF_DELTA_NETS = {
     "linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size",
 }  # fmt: skip
@@ -51,8 +53,7 @@ def _architecture() -> Architecture:
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
-    # The size of a head is what the reference computes, whatever the file says.
-    own = {key: value for key, value in raw.items() if key not in _OTHER_NAMES and key != "head_dim"}
+    own = {key: value for key, value in raw.items() if key not in _OTHER_NAMES and key not in _WITHOUT_EFFECT}
     own |= {_OTHER_NAMES[key]: value for key, value in raw.items() if key in _OTHER_NAMES}
     inner = mapping(raw, "linear_attn_config")
     own |= {key: inner[name] for key, name in _OF_DELTA_NETS.items() if name in inner}

@@ -1,9 +1,9 @@
 """Delta nets in which every channel of a key has a decay of its own (KDA), prompts in chunks of tokens.
 
-What two tokens of a chunk mean to each other is a sum over channels, each of which has decayed by another amount between
-them. As a matrix product this would need factors that overflow where channels decay fast, so each token of a chunk is
-compared with those behind it, one after the other (`_chunk_kernel`, all chunks at once). Between chunks there are matrix
-products again (`_scan_kernel`): decays to the end of a chunk, or from its beginning, are at most one."""
+What two tokens of a chunk mean to each other is a sum over channels, each of which has decayed by another amount
+between them. As a matrix product this would need factors that overflow where channels decay fast, so each token of a
+chunk is compared with those behind it, one after the other (`_chunk_kernel`, all chunks at once). Between chunks there
+are matrix products again (`_scan_kernel`): decays to the end of a chunk, or from its beginning, are at most one."""
 
 from __future__ import annotations
 
