@@ -57,11 +57,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
     own |= {_OTHER_NAMES[key]: value for key, value in raw.items() if key in _OTHER_NAMES}
     inner = mapping(raw, "linear_attn_config")
     own |= {key: inner[name] for key, name in _OF_DELTA_NETS.items() if name in inner}
-    recurrent, heads, dim = (
-        _recurrent_layers(own, inner),
-        integer(own, "linear_num_heads"),
-        integer(own, "linear_head_dim"),
-    )
+    heads, dim, recurrent = integer(own, "linear_num_heads"), integer(own, "linear_head_dim"), _recurrent(own, inner)
     fields: ConfigFields = {
         **latent_fields(own, interleaved=False),
         "rope": STILL,
@@ -87,7 +83,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
     return fields
 
 
-def _recurrent_layers(raw: HFConfig, inner: HFConfig) -> tuple[bool, ...]:
+def _recurrent(raw: HFConfig, inner: HFConfig) -> tuple[bool, ...]:
     """What `layer_types` says, or two lists of layers counted from one, or every fourth but the first attends."""
     layers = layer_count(raw)
     if raw.get("layer_types") is not None:
