@@ -20,7 +20,7 @@ _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b",
     "gemma2-2b", "gemma3-1b", "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout", "qwen3-next",
     "granite4-h-micro", "granite4-h-tiny", "granite4-h-small", "nemotron-h-8b", "nemotron3-nano-30b",
-    "codestral-mamba-7b", "lfm2-1.2b", "lfm2-8b-a1b", "deepseek-v3.2",
+    "codestral-mamba-7b", "lfm2-1.2b", "lfm2-8b-a1b", "deepseek-v3.2", "kimi-linear-48b-a3b",
 )  # fmt: skip
 _LAYERS = {"llama4-scout": 16, "qwen3-next": 24, "deepseek-v3.2": 6}
 """Where not all fit into one GPU."""

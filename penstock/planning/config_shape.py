@@ -133,7 +133,16 @@ def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:
 
 
 def _delta(delta: DeltaConfig) -> Delta:
-    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, delta.grouped)
+    return Delta(
+        delta.layers,
+        delta.k_heads,
+        delta.v_heads,
+        delta.k_dim,
+        delta.v_dim,
+        delta.conv,
+        delta.grouped,
+        delta.by_channel,
+    )
 
 
 def _short_conv(short: ShortConvConfig) -> ShortConv:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
+from penstock.planning.shape import ModelShape
 
 GIB = 1 << 30
 CONTEXTS = tuple(1024 << power for power in range(8))
@@ -292,7 +293,8 @@ def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
         keys, gates = deployment.kv_heads_per_device * shape.head_dim, queries if shape.gated_attention else 0
         per_rank = 3 * shape.hidden + queries + gates + 2 * keys + queries + shape.hidden
     first, last = _span(deployment, stage)
-    units = sum(per_rank + _adapted_rest(deployment, index) for index in range(first, last))
+    units = sum(per_rank * _adapts_attention(shape, index) for index in range(first, last))
+    units += sum(_adapted_rest(deployment, index) for index in range(first, last))
     if not first:  # embedding and head
         units += shape.vocab + 2 * shape.hidden + -(-shape.vocab // tensor)
     elements = deployment.adapter_slots * deployment.adapter_rank * units
@@ -326,7 +328,8 @@ def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
         attention = (2 if shape.gated_attention else 1) * queries
         attention += 2 * deployment.kv_heads_per_device * shape.head_dim
     first, last = _span(deployment, stage)
-    columns = sum(attention + shape.hidden + _altered_rest(deployment, index) for index in range(first, last))
+    columns = sum((attention + shape.hidden) * _adapts_attention(shape, index) for index in range(first, last))
+    columns += sum(_altered_rest(deployment, index) for index in range(first, last))
     if not first:  # embedding and head
         columns += shape.hidden + -(-shape.vocab // tensor)
     gains = (2 * (last - first) + 1) * shape.hidden
@@ -361,6 +364,11 @@ def adapter_token_bytes(deployment: Deployment, stage: int = 0) -> int:
     return deployment.adapter_slots * total
 
 
+def _adapts_attention(shape: ModelShape, layer: int) -> bool:
+    """Whether a layer has places for adapters of attention; most recurrent layers have them beside their own."""
+    return shape.delta is None or not shape.delta.by_channel or not shape.delta.layers[layer]
+
+
 def _altered_rest(deployment: Deployment, layer: int) -> int:
     """Outputs of a layer: of its feed-forward, or router and shared expert, and of its delta net."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
@@ -368,6 +376,8 @@ def _altered_rest(deployment: Deployment, layer: int) -> int:
     if delta is not None and delta.layers[layer]:
         values = delta.v_heads * delta.v_dim
         total += (delta.channels + values + 2 * delta.v_heads) // tensor + shape.hidden
+        if delta.by_channel:  # rates alone, decays and output gates twice
+            total += (values - delta.v_heads) // tensor + 2 * delta.k_dim
     if moe is None or not moe.layers[layer]:
         return total + 2 * (shape.ffn // tensor) + shape.hidden
     total += moe.experts + (1 if moe.shared_gate else 0)
@@ -383,8 +393,10 @@ def _adapted_rest(deployment: Deployment, layer: int) -> int:
         return 3 * hidden + 3 * (ffn // tensor)
 
     if delta is not None and delta.layers[layer]:
-        values, parts = delta.v_heads * delta.v_dim, 1 if delta.grouped else 2
+        values, parts = delta.v_heads * delta.v_dim, 3 if delta.by_channel else 1 if delta.grouped else 2
         total += 2 * parts * hidden + (delta.channels + values + 2 * delta.v_heads) // tensor  # projections, gates
+        if delta.by_channel:  # rates alone, decays and output gates twice
+            total += (values - delta.v_heads) // tensor + 4 * delta.k_dim
         total += values // tensor + hidden
     if moe is None or not moe.layers[layer]:
         return total + gated(shape.ffn)

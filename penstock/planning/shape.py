@@ -196,7 +196,10 @@ class ModelShape:
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
         small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
         mla, mixer = self.mla, self.recurrent if recurrent else None
-        if mla is not None:
+        if mixer is not None and not self._beside:
+            query_output, latent, key_value = mixer.matrices(hidden), 0, 0
+            small += mixer.others(hidden)
+        elif mla is not None:
             query_output, key_value = mla.by_heads(hidden, self.heads), 0
             latent = mla.for_all_heads(hidden, indexed)
             small += mla.others(hidden, indexed) + (hidden if self.output_bias else 0)
@@ -204,9 +207,6 @@ class ModelShape:
             query_output, key_value = self.compression.by_heads(hidden), 0
             latent = self.compression.for_all_heads(hidden, rate, indexed)
             small += self.compression.others(hidden, rate, indexed)
-        elif mixer is not None and not self._beside:
-            query_output, latent, key_value = mixer.matrices(hidden), 0, 0
-            small += mixer.others(hidden)
         else:
             dim, own = heads.head_dim, heads.projected
             q_size, kv_size = self.heads * dim, heads.kv_heads * dim

@@ -64,6 +64,8 @@ class Delta:
     conv: int
     grouped: bool = True
     """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
+    by_channel: bool = False
+    """Whether every channel has a decay; decays and output gates are then made of as many numbers as a head has."""
 
     @property
     def channels(self) -> int:
@@ -72,11 +74,16 @@ class Delta:
 
     def matrices(self, hidden: int) -> int:
         """Parameters of the projections."""
-        return hidden * (self.channels + 2 * self.v_heads * self.v_dim + 2 * self.v_heads)
+        values = self.v_heads * self.v_dim
+        if self.by_channel:
+            narrow, keys = self.k_dim + self.v_dim, self.v_heads * self.k_dim
+            return hidden * (self.channels + values + self.v_heads + narrow) + self.k_dim * keys + self.v_dim * values
+        return hidden * (self.channels + 2 * values + 2 * self.v_heads)
 
     def others(self, hidden: int) -> int:
         """Parameters beside them; none depend on `hidden`, unlike those of other mixers."""
-        return self.conv * self.channels + 2 * self.v_heads + self.v_dim
+        biases = self.v_heads * (self.k_dim if self.by_channel else 1)
+        return self.conv * self.channels + self.v_heads + biases + self.v_dim
 
     def state_bytes(self, element: int = 2) -> int:
         """Of one sequence in one layer: matrices in float32, the last inputs of the convolution as activations are."""

@@ -100,6 +100,9 @@ def test_every_shape_runs_with_random_weights(name: str) -> None:
     if config["model_type"].startswith("lfm2"):
         config["layer_types"] = ["conv", "full_attention"]
         config |= {"num_dense_layers": 1} if "num_dense_layers" in config else {}
+    if config["model_type"] == "kimi_linear":
+        config |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 16}
+        config |= {"num_experts_per_token": 4, "model_max_length": 256}
     if config["model_type"] == "mamba2":
         config["num_heads"] = 8
     if "kv_lora_rank" in config:  # all heads share one latent

@@ -21,7 +21,7 @@ VARIANTS = {
     "nemotron-h-narrow-experts", "mamba2-biased", "glm-dsa",
     "seed-oss-biased", "ernie4.5-biased", "ernie4.5-moe-some-dense",
     "hunyuan-biased", "glm4-moe-lite-some-dense", "exaone-moe-full", "dots1-window", "arcee-biased",
-    "lfm2-biased", "lfm2-moe-plain",
+    "lfm2-biased", "lfm2-moe-plain", "kimi-linear-groups",
     "glm-unbiased", "stablelm-parallel", "starcoder2-unbiased", "olmo-biased", "phi-gqa", "helium-biased",
     "hyperclovax-biased", "jais2-unbiased", "nemotron-biased", "apertus-biased", "hy-v3-some-dense", "youtu-halves",
     "granite-swa-biased", "granite-moe-swa-shared", "afmoe-biased",

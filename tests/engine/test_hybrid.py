@@ -33,6 +33,8 @@ OTHERS = (
     "lfm2",
     "lfm2-moe",
     "deepseek-v4",
+    "kimi-linear",
+    "kimi-linear-groups",
 )
 
 

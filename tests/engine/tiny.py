@@ -137,6 +137,12 @@ LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV
 LFM2_MOE: dict[str, Any] = {
     **LFM2, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
 }  # fmt: skip
+LINEAR = "linear_attention"
+KIMI_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, LINEAR], "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "linear_head_dim": 16, "linear_num_heads": 4,
+    "num_local_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
 GEMMA4: dict[str, Any] = {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "num_hidden_layers": 4,
     "layer_types": [SLIDING, SLIDING, FULL, FULL], "hidden_size_per_layer_input": 0, "tie_word_embeddings": False,
@@ -348,6 +354,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-moe-plain": (
         "Lfm2MoeConfig",
         {**LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 2, "conv_bias": True},
+    ),
+    "kimi-linear": ("KimiLinearConfig", KIMI_LINEAR),
+    "kimi-linear-groups": (
+        "KimiLinearConfig",
+        {
+            **KIMI_LINEAR,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_head_dim": 24,
+            "linear_num_heads": 2,
+        },
     ),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),

@@ -42,6 +42,8 @@ from tests.engine.harness import generate, greedy
 
 SMALL = DeltaLayout(k_heads=2, v_heads=4, k_dim=16, v_dim=24, conv=4, grouped=True)
 APART = DeltaLayout(k_heads=3, v_heads=3, k_dim=32, v_dim=16, conv=3, grouped=False)
+CHANNELS = DeltaLayout(k_heads=3, v_heads=3, k_dim=24, v_dim=16, conv=4, grouped=False, by_channel=True)
+KIMI = DeltaLayout(k_heads=32, v_heads=32, k_dim=128, v_dim=128, conv=4, grouped=False, by_channel=True)
 REAL = DeltaLayout(k_heads=16, v_heads=32, k_dim=128, v_dim=128, conv=4, grouped=True)
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
@@ -85,12 +87,12 @@ def build(layout: DeltaLayout, runs: list[Run], dtype: torch.dtype, slots: int =
     weights = DeltaWeights(
         conv=rand(layout.channels, layout.conv, scale=0.5),
         decay=-torch.rand(layout.v_heads, device=DEVICE) * 2 - 0.01,
-        decay_bias=rand(layout.v_heads),
+        decay_bias=rand(layout.decays),
         norm=1 + rand(layout.v_dim, scale=0.2),
         eps=1e-6,
     )
     tokens, decodes = sum(run.length for run in runs), sum(run.length for run in runs if run.decodes)
-    both = rand(tokens, layout.width + 2 * layout.v_heads, dtype=dtype)
+    both = rand(tokens, layout.width + layout.v_heads + layout.decays, dtype=dtype)
     positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
     for run in runs:
         begin = len(positions)
@@ -135,8 +137,9 @@ def compare(name: str, case: Case) -> None:
 
 DECODES = [Run(5, 1, 1, (1,), True), Run(0, 1, 0, (2,), True), Run(2, 1, 3, (4,), True)]
 VERIFIED = [Run(7, 4, 5, (5, 6, 7, 8), True)]
-CASES = ((SMALL, torch.float32), (APART, torch.bfloat16)) if QUICK else (
+CASES = ((SMALL, torch.float32), (APART, torch.bfloat16), (CHANNELS, torch.float32)) if QUICK else (
     (SMALL, torch.float32), (APART, torch.float32), (REAL, torch.float32), (REAL, torch.bfloat16),
+    (CHANNELS, torch.float32), (KIMI, torch.float32), (KIMI, torch.bfloat16),
 )  # fmt: skip
 PROMPTS = [Run(0, 75, 0, (2,), False), Run(33, 2, 3, (3,), False), Run(1, 130, 4, (9,), False)]
 
@@ -191,6 +194,13 @@ def test_queries_beside_their_gates() -> None:
 def test_prompts() -> None:
     for layout, dtype in CASES:
         compare(f"mixed {layout} {dtype}", build(layout, [*DECODES[:1], *VERIFIED, *PROMPTS], dtype))
+
+
+def test_prompts_whose_channels_forget_at_once() -> None:
+    """Exponentials of sums of such decays are zero, and those of their negatives would be infinite."""
+    case = build(CHANNELS, [Run(33, 37, 3, (3,), False)], torch.float32)
+    case.weights.decay.mul_(200.0)
+    compare("fast decays", case)
 
 
 def test_padding_is_zero_and_writes_nothing() -> None:

@@ -125,7 +125,7 @@ def test_a_device_holds_what_the_engine_would_give_its_rank(name: str, grid: tup
         assert device_weights(deployment, stage) == pytest.approx(2 * (layers + ends), abs=2 * biases)
 
 
-@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b", "kimi-linear"])
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) -> None:
     local = local_config(read_config(known_config(name)), Place(0, tensor, 1))
@@ -134,7 +134,7 @@ def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) ->
     assert adapter_bytes(deployment) == 3 * 8 * layout_of(local, experts=False, head_rows=rows).unit * 2
 
 
-@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b", "kimi-linear"])
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_vectors_of_adapters_have_the_bytes_of_the_engines_tables(name: str, tensor: int) -> None:
     local = local_config(read_config(known_config(name)), Place(0, tensor, 1))

@@ -53,9 +53,15 @@ V4 = {
     "qk_rope_head_dim": 8, "sliding_window": 24,
 }  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
+KIMI_LINEAR = {
+    **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "head_dim")},
+    "num_experts": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_attn_config": {"head_dim": 24, "num_heads": 2, "short_conv_kernel_size": 3}, "num_key_value_heads": 4,
+}  # fmt: skip
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
-    "lfm2_moe", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1", "deepseek_v4",
+    "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
+    "deepseek_v4",
     *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
@@ -117,6 +123,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("nemotron_h", hybrid_override_pattern="EM*", mlp_bias=True, moe_latent_size=24),
         of("lfm2", **LFM2, conv_bias=True, conv_L_cache=4),
         of("lfm2_moe", **LFM2, **LFM2_EXPERTS),
+        {**of("kimi_linear"), **KIMI_LINEAR},
+        {**of("kimi_linear"), **KIMI_LINEAR, "q_lora_rank": 24, "attention_bias": True, "num_shared_experts": 2},
         of("qwen3_next", attention_bias=True, num_hidden_layers=4),
         *(of(family) for family in FAMILIES if family not in NAMED),
     ],

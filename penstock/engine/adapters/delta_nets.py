@@ -12,7 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
-from penstock.engine.adapters.layout import DELTA_GATES, DELTA_MIX, DELTA_OUTPUT, PlacedSite
+from penstock.engine.adapters.layout import (
+    DELTA_DECAYS,
+    DELTA_GATES,
+    DELTA_MIX,
+    DELTA_OUTPUT,
+    DELTA_OUTPUT_GATES,
+    PlacedSite,
+)
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.linear import Linear
 
@@ -55,4 +62,7 @@ def adapted_linears(mixer: GatedDeltaNet, kernel: LoraKernel, placed: Mapping[st
     else:
         found["mix"] = AdaptedLinear(mixer.mix, kernel, placed[DELTA_MIX])
         found["gates"] = AdaptedLinear(mixer.gates, kernel, placed[DELTA_GATES])
+    for attribute in (DELTA_DECAYS, DELTA_OUTPUT_GATES):
+        if attribute in placed:
+            found[attribute] = AdaptedLinear(getattr(mixer, attribute), kernel, placed[attribute])
     return found

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from penstock.engine.backends.activation import ClampedSwiglu, has_gate
 from penstock.engine.models.families import family_of
+from penstock.engine.models.kimi_linear import DECAY_DOWN, DECAY_UP, GATE_DOWN, GATE_UP, QUERY_KEY_VALUE, RATE
+from penstock.engine.models.kimi_linear import OUTPUT as OUT_OF_CHANNELS
 from penstock.engine.models.model_config import DeltaConfig, ModelConfig
 
 ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
@@ -38,6 +40,7 @@ EMBEDDING, HEAD = "embedding", "lm_head"
 ANY = "#"
 """Stands for the number of an expert in the names of modules."""
 DELTA_MIX, DELTA_GATES, DELTA_OUTPUT = "delta_mix", "delta_gates", "delta_output"
+DELTA_DECAYS, DELTA_OUTPUT_GATES = "decay_expand", "gate_expand"
 """Attributes of sites of delta nets: `adapters.delta_nets` knows where they are."""
 _DELTA = "linear_attn."
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "mixer.")
@@ -287,11 +290,13 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
     names, latent = family_of(config.family).names, config.latent
     if latent is not None:
         at, narrow = names.attention, latent.query_rank
+        of: dict[str, Any] = {"of_attention": True, "layers": _with_latents(config)}
         first, size = ("q_proj", q_size) if narrow is None else ("q_a_proj", narrow)
         made = (f"{at}{first}", f"{at}kv_a_proj_with_mqa"), (size, latent.rank + latent.rotary)
-        up = () if narrow is None else (Site("query_up", (f"{at}q_b_proj",), (q_size,), narrow),)
-        output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value)
-        return Site("inputs", *made, hidden), *up, output
+        up = () if narrow is None else (Site("query_up", (f"{at}q_b_proj",), (q_size,), narrow, **of),)
+        output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value, **of)
+        nets = () if config.delta is None else _channel_delta_sites(config.delta, at, hidden)
+        return Site("inputs", *made, hidden, **of), *up, output, *nets
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
     delta, mamba = config.delta, config.mamba
@@ -350,10 +355,31 @@ def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
     if latent is None or not experts:
         return ()
     module = (f"{family_of(config.family).names.attention}kv_b_proj",)
-    at: dict[str, Any] = {"further": True, "experts": config.num_heads}
+    at: dict[str, Any] = {"further": True, "experts": config.num_heads, "layers": _with_latents(config)}
     return (
         Site(LATENT_KEYS, module, (latent.rank,), latent.plain, heads="keys", **at),
         Site(LATENT_VALUES, module, (latent.value,), latent.rank, heads="values", **at),
+    )
+
+
+def _with_latents(config: ModelConfig) -> tuple[bool, ...] | None:
+    """Which layers attend over latents; None: all."""
+    return None if config.delta is None else tuple(not recurrent for recurrent in config.delta.layers)
+
+
+def _channel_delta_sites(delta: DeltaConfig, prefix: str, hidden: int) -> tuple[Site, ...]:
+    heads, dim = delta.k_heads, delta.k_dim
+
+    def site(attribute: str, parts: dict[str, int], inputs: int) -> Site:
+        modules = tuple(prefix + part for part in parts)
+        return Site(attribute, modules, tuple(parts.values()), inputs, layers=delta.layers, further=True)
+
+    return (
+        site(DELTA_MIX, dict.fromkeys(QUERY_KEY_VALUE, heads * dim), hidden),
+        site(DELTA_GATES, {RATE: heads, DECAY_DOWN: dim, GATE_DOWN: dim}, hidden),
+        site(DELTA_DECAYS, {DECAY_UP: heads * dim}, dim),
+        site(DELTA_OUTPUT_GATES, {GATE_UP: heads * dim}, dim),
+        site(DELTA_OUTPUT, {OUT_OF_CHANNELS: hidden}, heads * dim),
     )
 
 

@@ -164,6 +164,9 @@ class DeltaConfig:
     """Width of the causal convolution."""
     grouped: bool
     """Whether the checkpoint stores projections by key head; see `DeltaLayout`."""
+    by_channel: bool = False
+    """Whether every channel has a decay of its own; see there. Decays and output gates are then projected through few
+    numbers, which all heads share."""
 
     def __post_init__(self) -> None:
         if self.v_heads % self.k_heads:

@@ -48,6 +48,8 @@ class RopeConfig:
 
 NO_ROPE = RopeConfig(kind="none")
 """Of layers that know no positions."""
+STILL = RopeConfig(kind="still")
+"""The same over latents: what others rotate is as wide, and turns by nothing."""
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.engine.adapters.layout import (
+    DELTA_DECAYS,
     DELTA_GATES,
     DELTA_MIX,
     DELTA_OUTPUT,
+    DELTA_OUTPUT_GATES,
     EMBEDDING,
     EXPERT_DOWN,
     EXPERT_GATE_UP,
@@ -42,7 +44,15 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
-from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans, short_conv_cuts, vocabulary_span
+from penstock.engine.parallel.shards import (
+    WHOLE,
+    channel_delta_cuts,
+    delta_cuts,
+    mamba_projection,
+    mamba_spans,
+    short_conv_cuts,
+    vocabulary_span,
+)
 from penstock.errors import CheckpointError, PenstockError, ReplicaLost
 
 log = logging.getLogger(__name__)
@@ -87,15 +97,16 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         outputs |= {LATENT_KEYS: ((0, latent.rank),), LATENT_VALUES: ((0, latent.value),)}
     delta = model.delta
     if delta is not None:
-        cuts = delta_cuts(delta, place)
-        values = cuts["out_proj"].inputs
-        assert values is not None
+        cuts = channel_delta_cuts(delta, place) if delta.by_channel else delta_cuts(delta, place)
+        values, narrow = _times(even_span(delta.v_heads, place), delta.v_dim), (0, delta.k_dim)
         inputs |= {DELTA_MIX: hidden, DELTA_GATES: hidden, DELTA_OUTPUT: values}
+        inputs |= {DELTA_DECAYS: narrow, DELTA_OUTPUT_GATES: narrow}
         outputs[DELTA_OUTPUT] = (hidden,)
         for site in whole.sites:
-            if site.attribute in (DELTA_MIX, DELTA_GATES):
+            if site.attribute in (DELTA_MIX, DELTA_GATES, DELTA_DECAYS, DELTA_OUTPUT_GATES):
                 outputs[site.attribute] = tuple(
-                    cuts[module.rpartition(".")[2]].outputs or () for module in site.modules
+                    cuts.get(module.rpartition(".")[2], WHOLE).outputs or ((0, size),)
+                    for module, size in zip(site.modules, site.sizes, strict=True)
                 )
     mamba = model.mamba
     if mamba is not None:

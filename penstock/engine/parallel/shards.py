@@ -36,6 +36,8 @@ from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
 from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN, POOL
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import HEADS, prefix_of
+from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, QUERY_KEY_VALUE, RATE
+from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.weights import Weights
@@ -95,7 +97,13 @@ class Cuts:
             self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
             self._attention |= {"q_norm": Cut(outputs=q), "k_norm": Cut(outputs=kv)}
-        if model.delta is not None:
+        self._channel_delta: dict[str, Cut] = {}
+        """Of delta nets whose matrices are called as those of attention in other layers."""
+        self._recurrent: tuple[bool, ...] = ()
+        self._mixer = f".{tensors.attention}"
+        if model.delta is not None and model.delta.by_channel and not place.data:
+            self._channel_delta, self._recurrent = channel_delta_cuts(model.delta, place), model.delta.layers
+        elif model.delta is not None:
             self._attention |= delta_cuts(model.delta, place)
         self._inner_norm, self._mamba_norm = WHOLE, f".{tensors.mamba}norm.weight"
         if model.mamba is not None:
@@ -178,19 +186,29 @@ class Cuts:
         module = name.rpartition(".")[0].rpartition(".")[2]
         if self._short_conv and self._short_conv_prefix in name:
             return self._short_conv.get(module, WHOLE)
+        if self._channel_delta and self._mixer in name and self._recurrent[self._layer(name)]:
+            return self._channel_delta.get(name.rpartition(".")[2]) or self._channel_delta.get(module, WHOLE)
         found = _LAYER.fullmatch(name) if self._by_layer else None
         if found is not None and ".experts." not in name:
-            return self._by_layer[self.layers[0] + int(found[2])].get(module, WHOLE)
+            return self._by_layer[self._layer(name)].get(module, WHOLE)
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
             feed_forward = self._shared
         return self._attention.get(module) or feed_forward.get(module) or WHOLE
+
+    def _layer(self, name: str) -> int:
+        """The number of a layer in the whole model."""
+        found = _LAYER.fullmatch(name)
+        assert found is not None
+        return self.layers[0] + int(found[2])
 
     def apply(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor: a matrix, a bias, or the scales of a quantized matrix's outputs."""
         cut = self.of(name)
         if tensor.dim() == 0 or tensor.numel() == 1 or name.endswith(_OF_THE_CACHE):
             return tensor
+        if tensor.dim() == 4:  # [1, 1, heads, 1]
+            return cut.apply(tensor.flatten()).view(1, 1, -1, 1)
         if cut.inputs is not None and (tensor.dim() == 1 or tensor.shape[1] == 1):
             # One number per output: every shard needs a scale, but only one may add a bias.
             return torch.zeros_like(tensor) if name.endswith(".bias") and self.place.shard else tensor
@@ -235,6 +253,19 @@ def delta_cuts(delta: DeltaConfig, place: Place) -> dict[str, Cut]:
         "in_proj_a": by_value_head,
         "linear_attn": by_value_head,  # numbers of each head, which are no matrices
         "out_proj": Cut(inputs=each(wide)),
+    }
+
+
+def channel_delta_cuts(delta: DeltaConfig, place: Place) -> dict[str, Cut]:
+    """Of a delta net with a decay for every channel, by heads: matrices, and tensors that are none. What decays and
+    output gates go through is everywhere."""
+    begin, end = even_span(delta.k_heads, place)
+    wide = begin * delta.k_dim, end * delta.k_dim
+    by_channel = (*QUERY_KEY_VALUE, *CONVOLUTIONS, DECAY_UP.rpartition(".")[2], GATE_UP, "dt_bias")
+    return {
+        **dict.fromkeys(by_channel, Cut(outputs=(wide,))),
+        **dict.fromkeys((RATE, "A_log"), Cut(outputs=((begin, end),))),
+        DELTA_OUTPUT: Cut(inputs=wide),
     }
 
 

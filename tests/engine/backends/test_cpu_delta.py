@@ -27,16 +27,17 @@ def batch_of(reads: list[int], writes: list[int], positions: list[int]) -> Atten
     )
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("values", [5, 16, 24, 128])
-def test_decodes_equal_the_plain_ones(values: int) -> None:
+def test_decodes_equal_the_plain_ones(values: int, by_channel: bool) -> None:
     """States in place, from one slot to another, from none, and kept nowhere; heads of any width."""
     torch.manual_seed(values)
-    layout = DeltaLayout(k_heads=2, v_heads=4, k_dim=16, v_dim=values, conv=4, grouped=True)
+    layout = DeltaLayout(2, 4, 16, values, conv=4, grouped=not by_channel, by_channel=by_channel)
     weights = DeltaWeights(
-        torch.randn(layout.channels, 4), -torch.rand(4), torch.randn(4), 1 + torch.randn(values) / 5, 1e-6
+        torch.randn(layout.channels, 4), -torch.rand(4), torch.randn(layout.decays), 1 + torch.randn(values) / 5, 1e-6
     )
     batch = batch_of([1, 2, 0, 4], [1, 3, 5, 0], [9, 4, 0, 7])
-    rows, gates = torch.randn(4, layout.width), torch.randn(4, 8)
+    rows, gates = torch.randn(4, layout.width), torch.randn(4, 4 + layout.decays)
     inputs, states = torch.randn(6, 4, layout.channels), torch.randn(6, 4, 16, values)
     plain_inputs, plain_states = inputs.clone(), states.clone()
     ops = pick_backend(torch.device("cpu"), 1).ops

@@ -129,7 +129,7 @@ def test_states_cross_beside_coarse_caches(folder: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("giving", "taking"), [((1, 2), (2, 1)), ((2, 2), (1, 1))])
 def test_states_of_other_layers_cross_too(tmp_path: Path, giving: tuple[int, int], taking: tuple[int, int]) -> None:
-    for family in ("granite4-hybrid", "falcon-h1", "mamba2", "lfm2"):
+    for family in ("granite4-hybrid", "falcon-h1", "mamba2", "lfm2", "kimi-linear"):
         check_grids(write_checkpoint(family, tmp_path / family), giving, taking)
 
 

@@ -190,6 +190,11 @@ BASES: dict[str, dict[str, Any]] = {
                     "sliding_window_pattern": 2, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
                     "num_shared_experts": 1, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40,
                     "rms_norm_eps": ABSENT},
+    "kimi_linear": {**{key: value for key, value in LATENT.items() if key not in (
+                        "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group")},
+                    "num_experts": 6, "num_experts_per_token": 2, "num_shared_experts": 1, "num_expert_group": 3,
+                    "layer_types": ["linear_attention", FULL, "linear_attention", FULL], "linear_head_dim": 8,
+                    "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "rope_theta": ABSENT},
     "mellum": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
                "moe_intermediate_size": 16, "sliding_window": 20, "layer_types": [FULL, SLIDING] * 2,
                "rope_theta": ABSENT,

@@ -32,6 +32,11 @@ ROUTERS = (
 )  # fmt: skip
 DELTA_NETS = (".conv1d.weight", ".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
 """Their convolutions, and the small matrices of their decays and write strengths."""
+CHANNEL_DECAYS = (
+    "_conv1d.weight", ".A_log", ".b_proj.weight", ".f_a_proj.weight", ".f_b_proj.weight", ".g_a_proj.weight",
+    ".g_b_proj.weight",
+)  # fmt: skip
+"""The same of Kimi Linear's, and what makes its output gates."""
 INDEXERS = (".indexer.weights_proj.weight", ".scorer.weights_proj.weight")
 """The weights of an indexer's heads."""
 SHORT_CONVOLUTIONS = (".conv.conv.weight",)
@@ -40,7 +45,7 @@ TOKEN_INPUTS = (".per_layer_input_gate.weight", ".per_layer_projection.weight", 
 """What makes Gemma 4's vectors of tokens for layers, and adds them."""
 DEEPSEEK_V4 = ("_hc.fn", ".hc_fn", ".position_bias", ".tid2eid")
 """What mixes streams, places in a group of tokens, and the experts of tokens."""
-DENSE = ROUTERS + DELTA_NETS + INDEXERS + SHORT_CONVOLUTIONS + DEEPSEEK_V4 + TOKEN_INPUTS
+DENSE = ROUTERS + DELTA_NETS + CHANNEL_DECAYS + INDEXERS + SHORT_CONVOLUTIONS + DEEPSEEK_V4 + TOKEN_INPUTS
 """Ends of the names of matrices that are never quantized."""
 
 

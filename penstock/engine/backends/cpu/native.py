@@ -136,7 +136,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_load_decodes": (c_int, (POINTER(DecodeArgs), c_void_p, c_int64)),
     "pk_lora": (c_int, (c_void_p, POINTER(LoraArgs))),
     "pk_mask_logits": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
-    "pk_delta_step": (None, (*[c_void_p] * 10, *[c_int64] * 4)),
+    "pk_delta_step": (None, (*[c_void_p] * 10, *[c_int64] * 5)),
     "pk_short_conv": (None, (*[c_void_p] * 10, *[c_int64] * 3, c_int)),
     "pk_argmax": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),
     "pk_logsumexp": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64)),

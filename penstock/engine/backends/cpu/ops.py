@@ -62,7 +62,13 @@ class CpuOps(AttentionOps, ElementwiseOps, SamplingOps):
         mixed = torch.empty_like(v)
         tensors = (q, k, v, decay, beta, cache, reads, writes, mixed)
         self._lib.pk_delta_step(
-            self._ctx, *(tensor.data_ptr() for tensor in tensors), len(at), q.shape[1], q.shape[2], v.shape[2]
+            self._ctx,
+            *(tensor.data_ptr() for tensor in tensors),
+            len(at),
+            q.shape[1],
+            q.shape[2],
+            v.shape[2],
+            decay.shape[2],
         )
         out[at] = mixed
 

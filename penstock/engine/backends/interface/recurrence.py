@@ -25,6 +25,9 @@ class DeltaLayout:
     """Whether a row of projections is ordered by key head, each with its query, key, values and output gates, and the
     row of gates likewise with the update rates and decays of its value heads; else all queries come first, then all
     keys, values and output gates."""
+    by_channel: bool = False
+    """Whether every channel of a key has a decay of its own (KDA), where others have one for each value head. Output
+    gates are then sigmoids, in place of silu. Not with `grouped`."""
 
     @property
     def channels(self) -> int:
@@ -36,6 +39,11 @@ class DeltaLayout:
         """Of a row of projections: those, and the output gates."""
         return self.channels + self.v_heads * self.v_dim
 
+    @property
+    def decays(self) -> int:
+        """Of a row of gates, behind the update rates."""
+        return self.v_heads * (self.k_dim if self.by_channel else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
@@ -46,7 +54,7 @@ class DeltaWeights:
     decay: Tensor
     """[v_heads]: -exp(A)."""
     decay_bias: Tensor
-    """[v_heads]."""
+    """[decays]."""
     norm: Tensor
     """[v_dim]."""
     eps: float
@@ -136,13 +144,15 @@ class RecurrentOps(Protocol):
     ) -> Tensor:
         """A gated delta net between its projections: [T, v_heads * v_dim].
 
-        `projected` is [T, layout.width], `gates` [T, 2 * v_heads]: an update rate b and a decay a for each value head.
+        `projected` is [T, layout.width], `gates` [T, v_heads + decays]: an update rate b and a decay a for each value
+        head, or a for each channel of its keys, of which then each decays its row of the state.
         Queries, keys and values pass a causal convolution and silu. Queries and keys are scaled to length one, queries
         then by 1 / sqrt(k_dim). The state S [k_dim, v_dim] of a value head becomes
 
             S = exp(g) S,  S = S + k (sigmoid(b) (v - S^T k))^T    with g = decay * softplus(a + decay_bias)
 
-        and gives S^T q, which is RMS-normalized, scaled by `norm` and multiplied by silu of the output gate.
+        and gives S^T q, which is RMS-normalized, scaled by `norm` and multiplied by silu of the output gate, or by its
+        sigmoid.
 
         `batch.states` says where states lie: `state_cache` float32 [slots, v_heads, k_dim, v_dim] and `conv_cache`
         [slots, conv, channels], the inputs of the convolution at the last positions, a token's at position % conv.

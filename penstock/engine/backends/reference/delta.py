@@ -18,6 +18,8 @@ from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, Delt
 
 CHUNK = 64
 """Tokens of one triangular system."""
+_BLOCK = 16
+"""Tokens whose products are taken channel by channel, where channels decay on their own."""
 _SHORT = 8
 """Runs of at most this many tokens go through the state one by one."""
 
@@ -31,8 +33,9 @@ class Heads(NamedTuple):
     v: Tensor
     """[T, v_heads, v_dim]."""
     g: Tensor
-    """[T, v_heads]: logarithm of the decay; `beta`: the update rate."""
+    """Logarithm of the decay: [T, v_heads, 1], or [T, v_heads, k_dim] where every channel has its own."""
     beta: Tensor
+    """[T, v_heads]: the update rate."""
 
     def of(self, begin: int, end: int) -> Heads:
         return Heads(*(part[begin:end] for part in self))
@@ -72,7 +75,8 @@ def delta_net(
             _run(heads.of(begin, end), int(states.reads[begin]), writes[begin:end], state_cache, out[begin:end])
         begin = max(end, begin + 1)
     normed = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
-    gated = normed * F.silu(z.view_as(out).float())
+    gate = z.view_as(out).float()
+    gated = normed * (gate.sigmoid() if layout.by_channel else F.silu(gate))
     return gated.view(tokens, -1).to(projected.dtype)
 
 
@@ -88,7 +92,7 @@ def split(projected: Tensor, gates: Tensor, layout: DeltaLayout) -> tuple[Tensor
     """Inputs of the convolution [T, channels], output gates [T, v_heads * v_dim], update rates and decays."""
     tokens, groups, ratio = len(projected), layout.k_heads, layout.v_heads // layout.k_heads
     if not layout.grouped:
-        b, a = gates.chunk(2, dim=-1)
+        b, a = torch.split(gates, [layout.v_heads, layout.decays], -1)
         return projected[:, : layout.channels], projected[:, layout.channels :].contiguous(), b, a
     sizes = [layout.k_dim, layout.k_dim, ratio * layout.v_dim, ratio * layout.v_dim]
     parts = torch.split(projected.reshape(tokens, groups, -1), sizes, -1)
@@ -126,7 +130,7 @@ def _heads(mixed: Tensor, b: Tensor, a: Tensor, layout: DeltaLayout, weights: De
     q, k = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + 1e-6) for part in (q, k))
     q, k = (part.repeat_interleave(ratio, 1) for part in (q * layout.k_dim**-0.5, k))
     v = mixed[:, 2 * keys :].reshape(-1, layout.v_heads, layout.v_dim)
-    g = weights.decay * F.softplus(a.float() + weights.decay_bias)
+    g = weights.decay.unsqueeze(-1) * F.softplus(a.float() + weights.decay_bias).view(len(a), layout.v_heads, -1)
     return Heads(q, k, v, g, b.float().sigmoid())
 
 
@@ -143,7 +147,7 @@ def _step(heads: Heads, at: Tensor, states: StateBatch, cache: Tensor, out: Tens
 
 def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """States [..., heads, k_dim, v_dim] behind one token each, and what they give."""
-    state = state * g.exp()[..., None, None]
+    state = state * g.exp().unsqueeze(-1)
     change = (v - (k.unsqueeze(-2) @ state).squeeze(-2)) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * change.unsqueeze(-2)
     return state, (q.unsqueeze(-2) @ state).squeeze(-2)
@@ -172,15 +176,39 @@ def _run(heads: Heads, read: int, writes: list[int], cache: Tensor, out: Tensor)
 def _chunk(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
     """A chunk of tokens by matrix products: the state behind it, and what its tokens give [T, heads, v_dim]."""
     q, k, v, g, beta = (part.transpose(0, 1) for part in heads)  # [heads, T, ...]
-    total = g.cumsum(-1)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+    total = g.cumsum(1)
     scaled = k * beta.unsqueeze(-1)
-    system = (scaled @ k.transpose(-1, -2)) * decay
-    both = torch.cat((v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)), -1)
+    both = torch.cat((v * beta.unsqueeze(-1), scaled * total.exp()), -1)
+    if total.shape[-1] == 1:
+        decay = (total - total.transpose(-1, -2)).tril().exp().tril()
+        system, scores = ((part @ k.transpose(-1, -2)) * decay for part in (scaled, q))
+    else:
+        system, scores = _decayed_products(torch.stack((scaled, q)), k, total)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     values, keys = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     values = values - keys @ state
-    out = (q * total.exp().unsqueeze(-1)) @ state + ((q @ k.transpose(-1, -2)) * decay) @ values
-    late = (total[..., -1:] - total).exp().unsqueeze(-1)
-    state = state * total[..., -1].exp()[..., None, None] + (k * late).transpose(-1, -2) @ values
+    out = (q * total.exp()) @ state + scores @ values
+    late = (total[:, -1:] - total).exp()
+    state = state * total[:, -1].exp().unsqueeze(-1) + (k * late).transpose(-1, -2) @ values
     return state, out.transpose(0, 1)
+
+
+def _decayed_products(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """rows_i . k_j with each channel times exp(total_i - total_j), and zero for j > i: [parts, heads, T, T].
+
+    Taking the exponential of a difference apart would overflow where keys decay fast. In blocks of few tokens it is
+    taken whole; a block and the tokens before it meet at the block's beginning, on either side of which it is at most
+    one."""
+    tokens = k.shape[1]
+    found = rows.new_zeros(*rows.shape[:-1], tokens)
+    for begin in range(0, tokens, _BLOCK):
+        here = slice(begin, min(begin + _BLOCK, tokens))
+        lag = (total[:, here].unsqueeze(2) - total[:, here].unsqueeze(1)).clamp_max(0).exp()
+        inside = (rows[:, :, here].unsqueeze(3) * k[:, here].unsqueeze(1) * lag).sum(-1)
+        found[:, :, here, here] = inside.tril()
+        if begin:
+            middle = total[:, begin - 1 : begin]
+            late = rows[:, :, here] * (total[:, here] - middle).exp()
+            early = k[:, :begin] * (middle - total[:, :begin]).exp()
+            found[:, :, here, :begin] = late @ early.transpose(-1, -2)
+    return found

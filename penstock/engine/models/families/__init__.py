@@ -54,6 +54,7 @@ from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from penstock.engine.models.families.hy_v3 import HY_V3
 from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
 from penstock.engine.models.families.jais2 import JAIS2
+from penstock.engine.models.families.kimi_linear import KIMI_LINEAR
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
@@ -174,6 +175,7 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         LFM2,
         LFM2_MOE,
+        KIMI_LINEAR,
         GLM,
         STABLELM,
         STARCODER2,

@@ -68,10 +68,15 @@ def hybrid_fields(raw: HFConfig, *, grouped: bool) -> ConfigFields:
 
 
 def _recurrent_layers(raw: HFConfig) -> tuple[bool, ...]:
-    layers, kinds = layer_count(raw), raw.get("layer_types")
-    if kinds is None:
+    if raw.get("layer_types") is None:
         interval = integer(raw, "full_attention_interval", _INTERVAL)
-        return tuple((index + 1) % interval != 0 for index in range(layers))
+        return tuple((index + 1) % interval != 0 for index in range(layer_count(raw)))
+    return recurrent_by_type(raw)
+
+
+def recurrent_by_type(raw: HFConfig) -> tuple[bool, ...]:
+    """From `layer_types`: which layers have linear attention."""
+    layers, kinds = layer_count(raw), raw["layer_types"]
     if not isinstance(kinds, list | tuple) or {*map(str, kinds)} - {RECURRENT, ATTENTION} or len(kinds) != layers:
         raise CheckpointError(
             f"layer_types must name one of {RECURRENT}, {ATTENTION} for each of {layers} layers, found {kinds!r:.80}"

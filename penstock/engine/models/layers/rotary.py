@@ -20,6 +20,8 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch
     """float32 [positions, rotated dimensions]: cosines in the first half of each row, sines in the second."""
     if rope.kind == "none":  # a rotation by nothing, of the least that the kernels rotate
         return torch.tensor([[1.0, 0.0]], device=device).repeat(positions, 1)
+    if rope.kind == "still":
+        return torch.tensor([[1.0, 0.0]], device=device).repeat_interleave(head_dim // 2, 1).repeat(positions, 1)
     try:
         if rope.kind == "proportional":
             frequencies, scale = _proportional(rope, head_dim), 1.0

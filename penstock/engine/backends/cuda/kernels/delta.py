@@ -1,5 +1,5 @@
-"""Gated delta nets (`Ops.delta_net`): decodes token by token (`delta_decode`), prompts in chunks (`delta_prompt`), and
-the gated norm where neither has applied it."""
+"""Gated delta nets (`Ops.delta_net`): decodes token by token (`delta_decode`), prompts in chunks (`delta_prompt`;
+`delta_channels` where every channel has a decay of its own), and the gated norm where neither has applied it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import launch, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.backends.cuda.kernels.delta_channels import channel_prompts
 from penstock.engine.backends.cuda.kernels.delta_conv import keep_inputs
 from penstock.engine.backends.cuda.kernels.delta_decode import choose, decode
 from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE, columns, gated_norm, head_shape
@@ -29,6 +30,7 @@ def _norm_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     GROUPED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -43,7 +45,7 @@ def _norm_kernel(
     at = (token * V_HEADS + head) * V_DIM + vs
     o = tl.load(o_ptr + at, mask=mask, other=0.0)
     z = tl.load(x_ptr + token * x_stride + z_col + vs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, gated_norm(o, z, norm, V_DIM, eps).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, gated_norm(o, z, norm, V_DIM, eps, BY_CHANNEL).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def delta_net(
@@ -77,11 +79,12 @@ def delta_net(
         if fixed:
             keep_inputs(projected, layout, batch, states, conv_cache, decodes, by_token=True, pdl=pdl)
     if mixed:
-        prompts(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, pdl=pdl)
+        through = channel_prompts if layout.by_channel else prompts
+        through(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, pdl=pdl)
     if later:
         launch(
             _norm_kernel, (tokens, layout.v_heads), raw, projected, weights.norm, out, projected.stride(0),
-            weights.eps, **head_shape(layout), GROUPED=layout.grouped,
+            weights.eps, **head_shape(layout), GROUPED=layout.grouped, BY_CHANNEL=layout.by_channel,
             BLOCK_V=max(LEAST_SIDE, next_power_of_2(layout.v_dim)), num_warps=1, pdl=pdl,
         )  # fmt: skip
     return out

@@ -56,6 +56,7 @@ def _decode_kernel(
     V_DIM: tl.constexpr,
     CONV: tl.constexpr,
     GROUPED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
@@ -72,7 +73,6 @@ def _decode_kernel(
     # Before the inputs are there: what no launch of this step has written. States and kept inputs are those of an
     # earlier step, which has ended: every step begins with an operation of PyTorch's.
     decay = tl.load(decay_ptr + head)
-    bias = tl.load(bias_ptr + head)
     last = tl.load(last_ptr + token0)
     leads = tl.load(first_ptr + token0) == token0
     read = tl.load(reads_ptr + token0)
@@ -80,6 +80,10 @@ def _decode_kernel(
     ks = tl.arange(0, BLOCK_K)
     vs = part * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = ks < K_DIM, vs < V_DIM
+    if BY_CHANNEL:
+        bias = tl.load(bias_ptr + head * K_DIM + ks, mask=k_mask, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + head)
     q_col, k_col, v_col, z_col, b_col, a_col = columns(head, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
     group = head // RATIO
     q_chan = group * K_DIM + ks
@@ -121,8 +125,13 @@ def _decode_kernel(
             q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (K_DIM**-0.5))
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
             b = tl.load(gates_ptr + token * gates_stride + b_col).to(tl.float32)
-            a = tl.load(gates_ptr + token * gates_stride + a_col).to(tl.float32)
-            state = state * tl.exp(decay * softplus(a + bias))
+            if BY_CHANNEL:
+                channels = V_HEADS + head * K_DIM + ks
+                a = tl.load(gates_ptr + token * gates_stride + channels, mask=k_mask, other=0.0).to(tl.float32)
+                state = state * tl.exp(decay * softplus(a + bias))[:, None]
+            else:
+                a = tl.load(gates_ptr + token * gates_stride + a_col).to(tl.float32)
+                state = state * tl.exp(decay * softplus(a + bias))
             change = (v - tl.sum(state * k[:, None], axis=0)) / (1.0 + tl.exp(-b))
             state = state + k[:, None] * change[None, :]
             o = tl.sum(state * q[:, None], axis=0)
@@ -130,7 +139,7 @@ def _decode_kernel(
             if NORM == NORM_HERE:
                 z = tl.load(x_ptr + token * x_stride + z_col + vs, mask=v_mask, other=0.0).to(tl.float32)
                 norm = tl.load(norm_ptr + vs, mask=v_mask, other=0.0)
-                o = gated_norm(o, z, norm, V_DIM, eps)
+                o = gated_norm(o, z, norm, V_DIM, eps, BY_CHANNEL)
                 tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=v_mask)
             else:
                 tl.store(raw_ptr + at, o, mask=v_mask)
@@ -161,7 +170,7 @@ def _decode_kernel(
                     at = (token * V_HEADS + head) * V_DIM + wide
                     o = tl.load(raw_ptr + at, mask=all_mask, other=0.0)
                     z = tl.load(x_ptr + token * x_stride + z_col + wide, mask=all_mask, other=0.0).to(tl.float32)
-                    o = gated_norm(o, z, norm, V_DIM, eps)
+                    o = gated_norm(o, z, norm, V_DIM, eps, BY_CHANNEL)
                     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=all_mask)
 
 
@@ -219,7 +228,7 @@ def decode(
         projected, mixed, gates, conv_cache, state_cache, weights.conv, weights.decay, weights.decay_bias, weights.norm,
         raw, raw if out is None else out, counters, batch.positions, states.first, states.last, states.reads,
         states.writes, projected.stride(0), gates.stride(0), weights.eps,
-        **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped,
+        **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BY_CHANNEL=layout.by_channel,
         BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)), BLOCK_V=block_v // parts, BLOCK_ROW=block_v,
         NORM=norm.value, APART=shape.apart, num_warps=_warps(layout.k_dim * block_v // parts), pdl=pdl,
     )  # fmt: skip

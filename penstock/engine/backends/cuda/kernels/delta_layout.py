@@ -70,10 +70,14 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def gated_norm(o: tl.tensor, z: tl.tensor, norm: tl.tensor, V_DIM: tl.constexpr, eps: tl.tensor) -> tl.tensor:
-    """RMS norm over the last axis, times silu of the gate."""
+def gated_norm(
+    o: tl.tensor, z: tl.tensor, norm: tl.tensor, V_DIM: tl.constexpr, eps: tl.tensor, BY_CHANNEL: tl.constexpr
+) -> tl.tensor:
+    """RMS norm over the last axis, times silu of the gate, or its sigmoid: see `DeltaLayout.by_channel`."""
     normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V_DIM + eps) * norm
-    return normed * z / (1.0 + tl.exp(-z))
+    if not BY_CHANNEL:
+        normed = normed * z
+    return normed / (1.0 + tl.exp(-z))
 
 
 def head_shape(layout: DeltaLayout) -> dict[str, int]:

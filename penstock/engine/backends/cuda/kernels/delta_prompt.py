@@ -21,13 +21,44 @@ from penstock.engine.backends.cuda.kernels.delta_conv import convolve, keep_inpu
 from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE, columns, head_shape, softplus
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
 
-_DIAGONAL = 16
+DIAGONAL_SIDE = 16
 """Side of the blocks that are inverted row by row."""
 
 
 @triton.jit
 def unit_rows(x: tl.tensor) -> tl.tensor:
     return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+
+
+@triton.jit
+def inverted(
+    system: tl.tensor,
+    rows: tl.tensor,
+    CHUNK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    SQUARINGS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """(I + system)^-1, where the system is zero on the diagonal and above it; see `squarings`."""
+    # Blocks on the diagonal are inverted row by row, all of them at once.
+    same = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
+    inverse = tl.where(same, -system, 0.0)
+    for i in range(1, DIAGONAL):
+        now = (rows % DIAGONAL == i)[:, None] & same
+        row = tl.sum(tl.where(now, inverse, 0.0), axis=0)
+        row = row + tl.sum(row[:, None] * inverse, axis=0)
+        inverse = tl.where(now, row[None, :], inverse)
+    identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    inverse = inverse + identity
+    if CHUNK > DIAGONAL:
+        # What is below them: with n = inverse * rest, (1 + n)^-1 = (1 - n)(1 + n^2)(1 + n^4)..., which ends.
+        n = tl.dot(inverse, tl.where(same, 0.0, system), input_precision=PRECISION)
+        merged = identity - n
+        for _ in tl.static_range(SQUARINGS):
+            n = tl.dot(n, n, input_precision=PRECISION)
+            merged = merged + tl.dot(merged, n, input_precision=PRECISION)
+        inverse = tl.dot(merged, inverse, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit(do_not_specialize=["begin"])
@@ -88,24 +119,7 @@ def _system_kernel(
         lag = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
         system = tl.dot(k * beta[:, None], tl.trans(k), input_precision=PRECISION) * lag
         system = tl.where(below, system, 0.0)
-        # Blocks on the diagonal are inverted row by row, all of them at once.
-        same = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
-        inverse = tl.where(same, -system, 0.0)
-        for i in range(1, DIAGONAL):
-            now = (rows % DIAGONAL == i)[:, None] & same
-            row = tl.sum(tl.where(now, inverse, 0.0), axis=0)
-            row = row + tl.sum(row[:, None] * inverse, axis=0)
-            inverse = tl.where(now, row[None, :], inverse)
-        identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-        inverse = inverse + identity
-        if CHUNK > DIAGONAL:
-            # What is below them: with n = inverse * rest, (1 + n)^-1 = (1 - n)(1 + n^2)(1 + n^4)..., which ends.
-            n = tl.dot(inverse, tl.where(same, 0.0, system), input_precision=PRECISION)
-            merged = identity - n
-            for _ in tl.static_range(SQUARINGS):
-                n = tl.dot(n, n, input_precision=PRECISION)
-                merged = merged + tl.dot(merged, n, input_precision=PRECISION)
-            inverse = tl.dot(merged, inverse, input_precision=PRECISION)
+        inverse = inverted(system, rows, CHUNK, DIAGONAL, SQUARINGS, PRECISION)
         out = tokens.to(tl.int64) - begin
         scaled = k * (beta * tl.exp(total))[:, None]
         w = tl.dot(inverse, scaled, input_precision=PRECISION)
@@ -195,7 +209,7 @@ def _scan_kernel(
             tl.store(state_ptr + (write.to(tl.int64) * V_HEADS + head) * SIZE + inside, state, mask=tile)
 
 
-def _squarings(blocks: int) -> int:
+def squarings(blocks: int) -> int:
     """Squarings until a matrix of so many blocks, all below the diagonal, is zero."""
     return max(0, (blocks - 1).bit_length() - 1)
 
@@ -229,8 +243,8 @@ def prompts(
     launch(
         _system_kernel, (sequences, ceil_div(batch.max_query, chunk), layout.v_heads),
         mixed, gates, weights.decay, weights.decay_bias, u, w, total, starts, begin, gates.stride(0),
-        **shape, GROUPED=layout.grouped, CHUNK=chunk, DIAGONAL=_DIAGONAL, SQUARINGS=_squarings(chunk // _DIAGONAL),
-        BLOCK_K=block_k, BLOCK_V=block_v,
+        **shape, GROUPED=layout.grouped, CHUNK=chunk, DIAGONAL=DIAGONAL_SIDE,
+        SQUARINGS=squarings(chunk // DIAGONAL_SIDE), BLOCK_K=block_k, BLOCK_V=block_v,
         PRECISION=precision, num_warps=8, pdl=pdl,
     )  # fmt: skip
     columns = min(block_v, 32)
