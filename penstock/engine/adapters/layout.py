@@ -331,11 +331,11 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
     """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind, in one order
     for the whole model and for any stage of it, which may have no layer of a kind."""
     names, hidden, every = family_of(config.family).names, config.hidden_size, range(config.num_layers)
-    kinds = [(config.windows[layer] is None, config.source_of(layer) != layer) for layer in every]
+    kinds = [(config.windows[layer] is None, config.projects(layer) == "both") for layer in every]
     sites: list[Site] = []
     for kind in product((False, True), (False, True) if config.key_sources else (False,)):
         found = next((layer for layer in every if kinds[layer] == kind), 0)
-        (kv_heads, dim), shared = config.heads_in(found), config.shares(found)
+        (kv_heads, dim), shared = config.heads_in(found), config.projects(found)
         queries, keys = config.num_heads * dim, kv_heads * dim
         parts = {"": 3, "values": 2, "both": 1}[shared]
         modules = tuple(names.attention + part for part in names.qkv)[:parts]
@@ -382,7 +382,7 @@ def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     moe, names = config.moe, family_of(config.family).names
     if config.ffn_sizes:
         sites: list[Site] = []
-        for width in dict.fromkeys(config.ffn_sizes):
+        for width in config.ffn_kinds or dict.fromkeys(config.ffn_sizes):
             own = tuple(width == each for each in config.ffn_sizes)
             sites += _gated(config, "", names.mlp, width, layers=own)
         return tuple(sites)

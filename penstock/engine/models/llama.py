@@ -34,6 +34,7 @@ from penstock.engine.models.layers.experts import (
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
 from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
@@ -121,6 +122,7 @@ def compose_attention(context: LayerContext) -> Attention:
     read, config, names = context.read, context.config, context.names
     kv_heads, dim = config.heads_in(context.index)
     shared, source = config.shares(context.index), config.source_of(context.index)
+    given, stage = config.given_to(context.index), config.stage
     prefix, hidden = context.prefix + names.attention, config.hidden_size
     q_size, kv_size = config.num_heads * dim, kv_heads * dim
     q_gains, k_gains = ((config.num_heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
@@ -131,11 +133,15 @@ def compose_attention(context: LayerContext) -> Attention:
     if growth is not None and not growth.everywhere and not unrotated:
         growth = None
     parts = list(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
-    qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[shared]])
+    qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[config.projects(context.index)]])
     q_norm, k_norm = (prefix + name for name in names.head_norms)
     make: Callable[..., Attention] = Attention
     if config.output_gate:
         make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+    elif given is not None:
+        make = partial(GivenAttention, step=StepKeys(given))
+    elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
+        make = partial(LeavingAttention, step=StepKeys(whole))
     return make(
         ops=context.inner,
         attention_ops=read.backend.ops,
