@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import ClampedSwiglu, has_gate
+from penstock.engine.models import deepseek_v4
 from penstock.engine.models.families import family_of
-from penstock.engine.models.model_config import DeltaConfig, ModelConfig
+from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS, INDEXER
+from penstock.engine.models.model_config import CompressionConfig, DeltaConfig, LatentConfig, ModelConfig
 
 ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
 SHARED, SHARED_GATE = "shared_", "shared_gate"
@@ -63,7 +65,7 @@ class Site:
     """A linear of every decoder layer that adapters may add to."""
 
     attribute: str
-    """Its name in the layer's `Attention` or `GatedMlp`."""
+    """Its name in the layer's mixer or `GatedMlp`; with dots, in a part of the mixer."""
     modules: tuple[str, ...]
     """Checkpoint modules stacked in it, below the layer."""
     sizes: tuple[int, ...]
@@ -95,6 +97,8 @@ class Site:
     """What the model's own matrix was multiplied by when it was loaded."""
     virtual_factor: float | None = 1.0
     """Of the embedding: what rows are multiplied by that stand for no token; None: there can be none."""
+    closed: bool = False
+    """Of embedding and head: whether the model looks tokens up in other tables too, so that there can be no others."""
     gated: bool = False
     """Whether what its last part gives, times what the others give, is all that the next site reads."""
 
@@ -270,9 +274,10 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
             further=True,
             end="embedding",
             factor=factor,
-            virtual_factor=config.virtual_scale,
+            virtual_factor=None if config.other_tables else config.virtual_scale,
+            closed=config.other_tables,
         ),
-        Site(HEAD, (HEAD,), (head_rows or vocab,), hidden, further=True, end="head"),
+        Site(HEAD, (HEAD,), (head_rows or vocab,), hidden, further=True, end="head", closed=config.other_tables),
     )
 
 
@@ -291,7 +296,9 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         made = (f"{at}{first}", f"{at}kv_a_proj_with_mqa"), (size, latent.rank + latent.rotary)
         up = () if narrow is None else (Site("query_up", (f"{at}q_b_proj",), (q_size,), narrow),)
         output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value)
-        return Site("inputs", *made, hidden), *up, output
+        return Site("inputs", *made, hidden), *up, output, *_index_sites(config, latent)
+    if config.compression is not None:
+        return _compressed_sites(config, config.compression)
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
     delta, mamba = config.delta, config.mamba
@@ -343,6 +350,45 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
         sites.append(Site("qkv", modules, (queries, keys, keys)[:parts], hidden, **of))
         sites.append(Site("output", (names.attention + names.output,), (hidden,), queries, **of))
     return tuple(sites)
+
+
+def _index_sites(config: ModelConfig, latent: LatentConfig) -> tuple[Site, ...]:
+    """Of what chooses the tokens that are attended to; only their order says something, so few adapters touch it."""
+    index, at = latent.index, f"{family_of(config.family).names.attention}{INDEXER}"
+    if index is None or latent.query_rank is None:
+        return ()
+    of: dict[str, Any] = {"layers": index.layers, "further": True}
+    return (
+        Site("indexer.keys", (at + INDEX_KEYS,), (index.dim,), config.hidden_size, **of),
+        Site("indexer.queries", (at + INDEX_QUERIES,), (index.heads * index.dim,), latent.query_rank, **of),
+        Site("indexer.head_weights", (at + INDEX_WEIGHTS,), (index.heads,), config.hidden_size, **of),
+    )
+
+
+def _compressed_sites(config: ModelConfig, shape: CompressionConfig) -> tuple[Site, ...]:
+    """Of DeepSeek V4. What projects outputs in groups is not among them: PEFT cannot run a LoRA on it."""
+    at, hidden, dim = family_of(config.family).names.attention, config.hidden_size, config.head_dim
+    pooled = tuple(rate > 0 for rate in shape.rates)
+    every = tuple(rate and not chosen for rate, chosen in zip(pooled, shape.chosen, strict=True))
+
+    def pool(attribute: str, name: str, width: int, layers: tuple[bool, ...]) -> Site:
+        modules = (f"{at}{name}{deepseek_v4.VALUES}", f"{at}{name}{deepseek_v4.GATES}")
+        return Site(f"{attribute}.linear", modules, (width, width), hidden, layers=layers, further=True)
+
+    of: dict[str, Any] = {"layers": shape.chosen, "further": True}
+    index = f"{at}{deepseek_v4.INDEXER}"
+    scores = (f"{index}{deepseek_v4.INDEX_WEIGHTS}",)
+    return (
+        Site("inputs", (f"{at}{deepseek_v4.INPUTS}", f"{at}{deepseek_v4.KEY}"), (shape.query_rank, dim), hidden),
+        Site("query_up", (f"{at}{deepseek_v4.QUERY_UP}",), (config.num_heads * dim,), shape.query_rank),
+        Site("output", (f"{at}{deepseek_v4.OUTPUT}",), (hidden,), shape.output_groups * shape.output_rank),
+        pool("pool", deepseek_v4.POOL, 2 * dim, shape.chosen),
+        pool("pool", deepseek_v4.POOL, dim, every),
+        pool("indexer.pool", deepseek_v4.INDEXER, 2 * shape.index_dim, shape.chosen),
+        Site("indexer.queries", (f"{index}{deepseek_v4.QUERY_UP}",), (shape.index_heads * shape.index_dim,),
+             shape.query_rank, **of),
+        Site("indexer.head_weights", scores, (shape.index_heads,), hidden, **of),
+    )  # fmt: skip
 
 
 def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:

@@ -14,12 +14,14 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
 from penstock.engine.models.layers.experts import StepTokens
 from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead
+from penstock.engine.models.layers.linear import WideLinear
 from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
 
 INPUTS, QUERY_UP, KEY = "q_a_proj", "q_b_proj", "kv_proj"
 OUTPUT_DOWN, OUTPUT = "o_a_proj", "o_b_proj"
 POOL, INDEXER = "compressor.", "compressor.indexer."
+VALUES, GATES, INDEX_WEIGHTS = "kv_proj", "gate_proj", "scorer.weights_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,9 @@ class DeepseekV4Decoder(Decoder):
         return self.config.streams.count * self.config.hidden_size
 
     def embed(self, token_ids: Tensor) -> Tensor:
+        known = token_ids if self.embedded is None else self.embedded.known(token_ids)
         for layer in self._layers:
-            layer.tokens.ids = token_ids
+            layer.tokens.ids = known
         stream = Decoder.embed(self, token_ids)
         return stream.repeat(1, self.stream_width // stream.shape[1])
 
@@ -151,7 +154,7 @@ def _pool(context: LayerContext, at: str, rate: int, dim: int, overlapping: bool
     # Entries stand for many tokens, and checkpoints do not store what makes them in few bits.
     read, width = context.read.dense(), 2 * dim if overlapping else dim
     return EntryPool(
-        linear=read.linear(at, {"kv_proj": width, "gate_proj": width}, context.config.hidden_size),
+        linear=read.linear(at, {VALUES: width, GATES: width}, context.config.hidden_size),
         bias=read.get(f"{at}position_bias", rate, width, dtype=torch.float32),
         norm=read.norm(f"{at}kv_norm", dim),
     )
@@ -159,11 +162,13 @@ def _pool(context: LayerContext, at: str, rate: int, dim: int, overlapping: bool
 
 def _indexer(context: LayerContext, at: str, shape: CompressionConfig, rate: int) -> EntryIndexer:
     read, heads, dim = context.read, shape.index_heads, shape.index_dim
-    weights = f"{at}scorer.weights_proj.weight"
+    weights, ops = f"{at}{INDEX_WEIGHTS}.weight", read.backend.ops
     return EntryIndexer(
         pool=_pool(context, at, rate, dim, True),
         queries=read.linear(at, {QUERY_UP: heads * dim}, shape.query_rank),
-        head_weights=read.get(weights, heads, context.config.hidden_size, dtype=torch.float32),
+        head_weights=WideLinear(
+            read.get(weights, heads, context.config.hidden_size, dtype=torch.float32), lambda: ops.batch_invariant
+        ),
         most=shape.most,
     )
 

@@ -426,6 +426,11 @@ class ModelConfig:
         return self.heads_in(layer)[1] if self.latent is None else self.latent.rotary
 
     @property
+    def other_tables(self) -> bool:
+        """Whether tokens are looked up in other tables than the embedding, too."""
+        return self.token_inputs is not None or (self.moe is not None and any(self.moe.hashed))
+
+    @property
     def one_norm(self) -> bool:
         """Whether a layer has one norm before both its parts."""
         return self.parallel and not self.own_norms

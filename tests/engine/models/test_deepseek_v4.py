@@ -400,7 +400,7 @@ def test_later_stages_do_not_know_tokens(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"adapter_slots": 2}, "adapters"), ({"speculation": "mtp"}, "no MTP layer")],
+    [({"speculation": "mtp"}, "no MTP layer")],
     ids=str,
 )
 def test_what_it_does_not_have_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
