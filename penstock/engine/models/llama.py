@@ -21,7 +21,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.layers.attention import Attention, RowNorms
+from penstock.engine.models.layers.attention import Attention, HeadLayerNorms, RowNorms
 from penstock.engine.models.layers.experts import (
     ExpertMlp,
     ExpertSlots,
@@ -163,6 +163,9 @@ def compose_attention(context: LayerContext) -> Attention:
         cos_sin=context.cos_sin,
         q_norm=read.norm(q_norm, *q_gains) if config.qk_norm else ones,
         k_norm=read.norm(k_norm, *k_gains) if config.qk_norm and shared != "both" else ones,
+        head_norms=HeadLayerNorms(*(_head_norm(read, name, dim) for name in (q_norm, k_norm)))
+        if config.biased_qk_norm
+        else None,
         row_norms=RowNorms(read.norm(q_norm, q_size), read.norm(k_norm, kv_size)) if config.row_norms else None,
         query_gains=read.norm(q_norm, dim).float() * read.norm(k_norm, dim).float() if config.rotated_qk_norm else None,
         eps=config.rms_eps,
@@ -174,6 +177,11 @@ def compose_attention(context: LayerContext) -> Attention:
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
         source=None if source == context.index else source,
     )
+
+
+def _head_norm(read: WeightReader, name: str, dim: int) -> tuple[Tensor, Tensor]:
+    gains, biases = (read.get(f"{name}.{part}", dim, dtype=torch.float32) for part in ("weight", "bias"))
+    return gains, biases
 
 
 def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:

@@ -343,6 +343,8 @@ class ModelConfig:
     """Whether each head of queries and keys is normalized behind the rotation, not before it."""
     qk_layer_norm: bool = False
     """Whether that is a LayerNorm with weights of its own for every head."""
+    biased_qk_norm: bool = False
+    """Whether each head of queries and keys has a LayerNorm with weights and biases, the same for all heads."""
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
