@@ -17,6 +17,7 @@ from penstock.engine.models.layers.hyper_connections import HyperConnection, Str
 from penstock.engine.models.layers.linear import WideLinear
 from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
+from penstock.engine.models.token_digits import digits_of, ids_of
 
 INPUTS, QUERY_UP, KEY = "q_a_proj", "q_b_proj", "kv_proj"
 OUTPUT_DOWN, OUTPUT = "o_a_proj", "o_b_proj"
@@ -46,15 +47,36 @@ class DeepseekV4Decoder(Decoder):
 
     @property
     def stream_width(self) -> int:
+        stage = self.config.stage
+        return self._width + (0 if stage is None else stage.arrives.width)
+
+    @property
+    def _width(self) -> int:
         assert self.config.streams is not None
         return self.config.streams.count * self.config.hidden_size
 
+    def entered(self, sent: Tensor) -> Tensor:
+        stage = self.config.stage
+        if stage is None or not stage.arrives.tokens:
+            return sent
+        self._tell(ids_of(sent[:, self._width :]))
+        return sent[:, : self._width].contiguous()
+
+    def passed_on(self, stream: Tensor) -> Tensor:
+        stage = self.config.stage
+        if stage is None or not stage.leaves.tokens:
+            return stream
+        return torch.cat((stream, digits_of(self._layers[0].tokens.of(len(stream)), stream.dtype)), dim=1)
+
+    def _tell(self, token_ids: Tensor) -> None:
+        for layer in self._layers:
+            layer.tokens.ids = token_ids
+
     def embed(self, token_ids: Tensor) -> Tensor:
         known = token_ids if self.embedded is None else self.embedded.known(token_ids)
-        for layer in self._layers:
-            layer.tokens.ids = known
+        self._tell(known)
         stream = Decoder.embed(self, token_ids)
-        return stream.repeat(1, self.stream_width // stream.shape[1])
+        return stream.repeat(1, self._width // stream.shape[1])
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         eps, dtype = self.config.rms_eps, self.embedding.dtype

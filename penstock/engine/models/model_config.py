@@ -248,6 +248,10 @@ class TokenInputs:
     """Of the whole model."""
 
 
+DIGITS = 3
+"""Numbers that a token's id becomes; see `models.token_digits`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Carried:
     """What stages of a pipeline pass on of each token beside the residual stream."""
@@ -257,10 +261,12 @@ class Carried:
     keys: tuple[tuple[int, int], ...] = ()
     """Layers of the whole model to whose keys and values layers from here on attend, and how many numbers a shard has
     of them."""
+    tokens: bool = False
+    """Whether layers from here on look up token ids."""
 
     @property
     def width(self) -> int:
-        return self.vectors + sum(width for _, width in self.keys)
+        return self.vectors + sum(width for _, width in self.keys) + DIGITS * self.tokens
 
 
 @dataclass(frozen=True, slots=True)

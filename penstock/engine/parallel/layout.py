@@ -78,8 +78,6 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
-    if model.moe is not None and model.moe.hashed:
-        _check_hashed(model.moe.hashed, tensor, pipeline)
     index = None if model.latent is None else model.latent.index
     for stage in range(pipeline) if index is not None else ():
         begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
@@ -88,16 +86,6 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
                 f"pipeline_parallel: with {pipeline} stages one begins at layer {begin}, which attends to the tokens "
                 "that the layer before it chose; a stage must begin at a layer with an indexer"
             )
-
-
-def _check_hashed(hashed: tuple[bool, ...], tensor: int, pipeline: int) -> None:
-    """Stages behind the first one are sent streams, not tokens."""
-    begin, end = layer_span(len(hashed), Place(0, tensor, pipeline))
-    if any(hashed[end:]):
-        raise ConfigError(
-            f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones choose "
-            "experts by token ids, which only the first stage knows; use fewer stages"
-        )
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:
@@ -250,7 +238,7 @@ def given_keys(model: ModelConfig, place: Place) -> tuple[int | None, ...]:
 
 
 def _stage(model: ModelConfig, place: Place) -> StageConfig | None:
-    if place.pipeline == 1 or (not model.key_sources and model.token_inputs is None):
+    if place.pipeline == 1 or (not model.key_sources and not model.other_tables):
         return None
     first, last = layer_span(model.num_layers, place)
     arrives, leaves = _carried_to(model, first, place), _carried_to(model, last, place)
@@ -266,4 +254,8 @@ def _carried_to(model: ModelConfig, begin: int, place: Place) -> Carried:
         kv_heads, dim = model.heads_in(source)
         kv_first, kv_last = kv_head_span(model, place, kv_heads)
         keys.append((source, (kv_last - kv_first) * dim * (1 if model.shares(source) == "values" else 2)))
-    return Carried((model.num_layers - begin) * inputs.size if inputs is not None else 0, tuple(keys))
+    return Carried(
+        vectors=(model.num_layers - begin) * inputs.size if inputs is not None else 0,
+        keys=tuple(keys),
+        tokens=model.moe is not None and any(model.moe.hashed[begin:]),
+    )
