@@ -296,11 +296,5 @@ def _check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
             f"feed-forward width of {shape.ffn or (shape.moe.ffn if shape.moe else 0)} evenly; {shape.name} allows "
             f"{possible}"
         )
-    hashed = () if shape.moe is None else shape.moe.hashed
-    if any(hashed[shape.layers // pipeline :]):  # where it is cut unevenly, the last stages have more layers
-        raise ConfigError(
-            f"pipeline_parallel: {pipeline} is too much for {shape.name}: layers that choose experts by token ids must "
-            "be in the first stage"
-        )
     if pipeline > shape.layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {shape.layers} layers of {shape.name}")

@@ -8,7 +8,8 @@ so adapters cost them nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import reduce
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,7 @@ from penstock.engine.adapters.layout import LATENT_KEYS, LATENT_VALUES, ROUTER, 
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.absent import NoMixer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.compressed_attention import CompressedAttention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
@@ -111,7 +113,7 @@ def adapt(
     for number, layer in enumerate(decoder.layers):
         recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2 | ShortConv)
         both = isinstance(layer.mixer, SideBySide)
-        assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention | NoMixer)
+        assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention | CompressedAttention | NoMixer)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         others: dict[str, PlacedSite] = {}
@@ -123,17 +125,19 @@ def adapt(
                 or (site.further and not further)
             ):
                 continue
-            if site.further:
+            nested = "." in site.attribute
+            if site.further and not nested:
                 others[site.attribute] = layout.place(number, index)
                 continue
             part: Any = layer.mixer
             if isinstance(layer.mixer, SideBySide):
                 part = layer.mixer.mamba if site.of_recurrent else layer.mixer.attention
-            in_mixer = hasattr(part, site.attribute)
+            in_mixer = nested or hasattr(part, site.attribute)
             holder, found = (part, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
             make = AdaptedLinear if site.attribute in summed else made
-            found[site.attribute] = make(getattr(holder, site.attribute), kernel, placed)
+            base: Any = reduce(getattr, site.attribute.split("."), cast(Any, holder))
+            found[site.attribute] = make(base, kernel, placed)
         if isinstance(layer.mixer, LatentAttention) and LATENT_KEYS in others:
             mixer["additions"] = AbsorbedAdapters(kernel, others[LATENT_KEYS], others[LATENT_VALUES])
         if isinstance(layer.mixer, GatedDeltaNet):
@@ -154,10 +158,21 @@ def adapt(
 
 def _replaced(mixer: Any, changes: dict[str, Any]) -> Any:
     if not isinstance(mixer, SideBySide):
-        return dataclasses.replace(mixer, **changes)
+        return _with_parts(mixer, changes)
     ops = changes.pop("ops")
     parts = {
         name: dataclasses.replace(part, ops=ops, **{key: one for key, one in changes.items() if hasattr(part, key)})
         for name, part in (("attention", mixer.attention), ("mamba", mixer.mamba))
     }
     return dataclasses.replace(mixer, ops=ops, **cast(Any, parts))
+
+
+def _with_parts(part: Any, changes: Mapping[str, Any]) -> Any:
+    """`changes` by attribute; with dots, of parts of it."""
+    own = {path: value for path, value in changes.items() if "." not in path}
+    inside: dict[str, dict[str, Any]] = {}
+    for path in changes.keys() - own.keys():
+        name, _, rest = path.partition(".")
+        inside.setdefault(name, {})[rest] = changes[path]
+    own |= {name: _with_parts(getattr(part, name), nested) for name, nested in inside.items()}
+    return dataclasses.replace(part, **own)

@@ -133,6 +133,11 @@ class EndTensors:
     def _virtual(self, module: str, tensors: Any, hashed: Callable[[str, Tensor], None]) -> EndRows:
         """Rows for the first tokens behind the model's vocabulary, which only the embedding has."""
         site = self.cut.whole.sites[self.ends[module]]
+        if site.closed:
+            raise CheckpointError(
+                f"{self.config.kind} is not supported for this family: it looks tokens up in other tables too, in "
+                "which virtual tokens have no rows; train a LoRA"
+            )
         if site.virtual_factor is None:
             raise CheckpointError(
                 f"{self.config.kind} is not supported for this family: transformers leaves out the factor of its "
@@ -200,6 +205,11 @@ class EndTensors:
     def check_tokens(self, module: str, site: Site, count: int) -> None:
         """Refuse more tokens than there is room for."""
         vocabulary = _vocabulary(site)
+        if site.closed and count > vocabulary:
+            raise CheckpointError(
+                f"{self.file}: {module} has {count} tokens, and the model {vocabulary}, which it looks up in other "
+                "tables too; an adapter of this family cannot bring tokens of its own"
+            )
         if count > vocabulary + self.room:
             raise CheckpointError(
                 f"{self.file}: {module} has {count} tokens, and the model {vocabulary}; an adapter cannot bring "

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import ClampedSwiglu, has_gate
+from penstock.engine.models import deepseek_v4
 from penstock.engine.models.families import family_of
 from penstock.engine.models.kimi_linear import DECAY_DOWN, DECAY_UP, GATE_DOWN, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as OUT_OF_CHANNELS
-from penstock.engine.models.model_config import DeltaConfig, ModelConfig
+from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS, INDEXER
+from penstock.engine.models.model_config import CompressionConfig, DeltaConfig, LatentConfig, ModelConfig
 
 ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
 SHARED, SHARED_GATE = "shared_", "shared_gate"
@@ -66,7 +68,7 @@ class Site:
     """A linear of every decoder layer that adapters may add to."""
 
     attribute: str
-    """Its name in the layer's `Attention` or `GatedMlp`."""
+    """Its name in the layer's mixer or `GatedMlp`; with dots, in a part of the mixer."""
     modules: tuple[str, ...]
     """Checkpoint modules stacked in it, below the layer."""
     sizes: tuple[int, ...]
@@ -98,6 +100,8 @@ class Site:
     """What the model's own matrix was multiplied by when it was loaded."""
     virtual_factor: float | None = 1.0
     """Of the embedding: what rows are multiplied by that stand for no token; None: there can be none."""
+    closed: bool = False
+    """Of embedding and head: whether the model looks tokens up in other tables too, so that there can be no others."""
     gated: bool = False
     """Whether what its last part gives, times what the others give, is all that the next site reads."""
 
@@ -273,9 +277,10 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
             further=True,
             end="embedding",
             factor=factor,
-            virtual_factor=config.virtual_scale,
+            virtual_factor=None if config.other_tables else config.virtual_scale,
+            closed=config.other_tables,
         ),
-        Site(HEAD, (HEAD,), (head_rows or vocab,), hidden, further=True, end="head"),
+        Site(HEAD, (HEAD,), (head_rows or vocab,), hidden, further=True, end="head", closed=config.other_tables),
     )
 
 
@@ -296,7 +301,9 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         up = () if narrow is None else (Site("query_up", (f"{at}q_b_proj",), (q_size,), narrow, **of),)
         output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value, **of)
         nets = () if config.delta is None else _channel_delta_sites(config.delta, at, hidden)
-        return Site("inputs", *made, hidden, **of), *up, output, *nets
+        return Site("inputs", *made, hidden, **of), *up, output, *nets, *_index_sites(config, latent)
+    if config.compression is not None:
+        return _compressed_sites(config, config.compression)
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
     delta, mamba = config.delta, config.mamba
@@ -336,11 +343,11 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
     """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind, in one order
     for the whole model and for any stage of it, which may have no layer of a kind."""
     names, hidden, every = family_of(config.family).names, config.hidden_size, range(config.num_layers)
-    kinds = [(config.windows[layer] is None, config.source_of(layer) != layer) for layer in every]
+    kinds = [(config.windows[layer] is None, config.projects(layer) == "both") for layer in every]
     sites: list[Site] = []
     for kind in product((False, True), (False, True) if config.key_sources else (False,)):
         found = next((layer for layer in every if kinds[layer] == kind), 0)
-        (kv_heads, dim), shared = config.heads_in(found), config.shares(found)
+        (kv_heads, dim), shared = config.heads_in(found), config.projects(found)
         queries, keys = config.num_heads * dim, kv_heads * dim
         parts = {"": 3, "values": 2, "both": 1}[shared]
         modules = tuple(names.attention + part for part in names.qkv)[:parts]
@@ -348,6 +355,45 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
         sites.append(Site("qkv", modules, (queries, keys, keys)[:parts], hidden, **of))
         sites.append(Site("output", (names.attention + names.output,), (hidden,), queries, **of))
     return tuple(sites)
+
+
+def _index_sites(config: ModelConfig, latent: LatentConfig) -> tuple[Site, ...]:
+    """Of what chooses the tokens that are attended to; only their order says something, so few adapters touch it."""
+    index, at = latent.index, f"{family_of(config.family).names.attention}{INDEXER}"
+    if index is None or latent.query_rank is None:
+        return ()
+    of: dict[str, Any] = {"layers": index.layers, "further": True}
+    return (
+        Site("indexer.keys", (at + INDEX_KEYS,), (index.dim,), config.hidden_size, **of),
+        Site("indexer.queries", (at + INDEX_QUERIES,), (index.heads * index.dim,), latent.query_rank, **of),
+        Site("indexer.head_weights", (at + INDEX_WEIGHTS,), (index.heads,), config.hidden_size, **of),
+    )
+
+
+def _compressed_sites(config: ModelConfig, shape: CompressionConfig) -> tuple[Site, ...]:
+    """Of DeepSeek V4. What projects outputs in groups is not among them: PEFT cannot run a LoRA on it."""
+    at, hidden, dim = family_of(config.family).names.attention, config.hidden_size, config.head_dim
+    pooled = tuple(rate > 0 for rate in shape.rates)
+    every = tuple(rate and not chosen for rate, chosen in zip(pooled, shape.chosen, strict=True))
+
+    def pool(attribute: str, name: str, width: int, layers: tuple[bool, ...]) -> Site:
+        modules = (f"{at}{name}{deepseek_v4.VALUES}", f"{at}{name}{deepseek_v4.GATES}")
+        return Site(f"{attribute}.linear", modules, (width, width), hidden, layers=layers, further=True)
+
+    of: dict[str, Any] = {"layers": shape.chosen, "further": True}
+    index = f"{at}{deepseek_v4.INDEXER}"
+    scores = (f"{index}{deepseek_v4.INDEX_WEIGHTS}",)
+    return (
+        Site("inputs", (f"{at}{deepseek_v4.INPUTS}", f"{at}{deepseek_v4.KEY}"), (shape.query_rank, dim), hidden),
+        Site("query_up", (f"{at}{deepseek_v4.QUERY_UP}",), (config.num_heads * dim,), shape.query_rank),
+        Site("output", (f"{at}{deepseek_v4.OUTPUT}",), (hidden,), shape.output_groups * shape.output_rank),
+        pool("pool", deepseek_v4.POOL, 2 * dim, shape.chosen),
+        pool("pool", deepseek_v4.POOL, dim, every),
+        pool("indexer.pool", deepseek_v4.INDEXER, 2 * shape.index_dim, shape.chosen),
+        Site("indexer.queries", (f"{index}{deepseek_v4.QUERY_UP}",), (shape.index_heads * shape.index_dim,),
+             shape.query_rank, **of),
+        Site("indexer.head_weights", scores, (shape.index_heads,), hidden, **of),
+    )  # fmt: skip
 
 
 def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
@@ -408,7 +454,7 @@ def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     moe, names = config.moe, family_of(config.family).names
     if config.ffn_sizes:
         sites: list[Site] = []
-        for width in dict.fromkeys(config.ffn_sizes):
+        for width in config.ffn_kinds or dict.fromkeys(config.ffn_sizes):
             own = tuple(width == each for each in config.ffn_sizes)
             sites += _gated(config, "", names.mlp, width, layers=own)
         return tuple(sites)

@@ -2,6 +2,9 @@
 
 The stacks are [experts, 2 * ffn, hidden], gate above up, and [experts, hidden, ffn]; `TensorNames.expert_stacks` has
 their names. Where experts have no gate, the first is [experts, ffn, hidden]. A part of a stack is a view of the file.
+
+Stacks in FP8 have their scales beside them (`_scale`, `_scale_inv`), which are taken apart like the matrices: a number
+for each expert, or for the rows or tiles of each.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.loading.fp8 import SCALES, Tile, tile_of
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
@@ -26,21 +30,23 @@ class ExpertStacks:
         self._stored: set[str] = set(inner.names())
         self._parts: dict[str, tuple[str, int, int | None]] = {}
         """By name: the stack, the expert, and which half of its rows."""
+        self._scales: dict[str, str] = {}
+        """By name of a stack of scales: that of the matrices."""
         assert names.expert_stacks is not None
         gate_up, down = names.expert_stacks
         for name in stacks_among(self._stored, names):
-            self._stored.remove(name)
             module = name.removesuffix(".weight")
             stack = gate_up if module.endswith(gate_up) else down
             at = f"{module.removesuffix(stack)}{names.moe}experts."
-            for expert in range(experts):
-                if stack == down:
-                    self._parts[f"{at}{expert}.{names.expert_down}.weight"] = name, expert, None
-                else:
-                    gate, up = names.expert_gate_up
-                    halves = {gate: 0, up: 1} if gate else {up: None}
+            scales = {suffix: f"{name}{suffix}" for suffix in SCALES if f"{name}{suffix}" in self._stored}
+            self._scales |= dict.fromkeys(scales.values(), name)
+            self._stored -= {name, *scales.values()}
+            gate, up = names.expert_gate_up
+            halves = {names.expert_down: None} if stack == down else {gate: 0, up: 1} if gate else {up: None}
+            for suffix, whole in {"": name, **scales}.items():
+                for expert in range(experts):
                     for part, half in halves.items():
-                        self._parts[f"{at}{expert}.{part}.weight"] = name, expert, half
+                        self._parts[f"{at}{expert}.{part}.weight{suffix}"] = whole, expert, half
 
     def names(self) -> Collection[str]:
         return self._stored | self._parts.keys()
@@ -52,12 +58,39 @@ class ExpertStacks:
             return found
         stack, expert, half = part
         whole: Tensor = self.inner.tensor(stack)
+        if stack in self._scales:
+            return self._scale(stack, whole, expert, half).contiguous().to(device)
         if whole.dim() != 3 or expert >= len(whole) or (half is not None and whole.shape[1] % 2):
             raise CheckpointError(f"tensor {stack!r} has shape {tuple(whole.shape)}, not that of a stack of experts")
         matrix = whole[expert]
         if half is not None:
             matrix = matrix.chunk(2)[half]
         return matrix.contiguous().to(device)
+
+    def _scale(self, name: str, whole: Tensor, expert: int, half: int | None) -> Tensor:
+        """Of one matrix; whether its shape is right, the matrix decides."""
+        if whole.dim() < 1 or expert >= len(whole):
+            raise CheckpointError(f"tensor {name!r} has shape {tuple(whole.shape)}, not that of scales of experts")
+        scale: Tensor = whole[expert]
+        if scale.numel() == 1 or half is None:
+            return scale
+        rows = self.inner.tensor(self._scales[name]).shape[1]
+        if not _in_halves(len(scale), rows, tile_of(self.config)):
+            raise CheckpointError(
+                f"tensor {name!r} has {len(scale)} rows of scales for {rows} rows of gate and up matrices, some of "
+                "which are for rows of both; split it into scales of each"
+            )
+        return scale.chunk(2)[half]
+
+
+def _in_halves(scales: int, rows: int, tile: Tile | None) -> bool:
+    """Whether the upper half of the scales is for the upper half of the rows, and no other."""
+    if scales % 2:
+        return False
+    if tile is None or scales == rows:
+        return True
+    half = rows // 2
+    return half % tile[0] == 0 or (scales == 2 * -(-half // tile[0]) != -(-rows // tile[0]))
 
 
 def stacks_among(stored: Collection[str], names: TensorNames) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.engine.loading.quantization_keys import FP8, check_compressed, pair, whole_number
 from penstock.errors import CheckpointError
 
-_SCALES = ("_scale", "_scale_inv")
+SCALES = ("_scale", "_scale_inv")
 """What follows the name of a weight in that of its scale."""
 _SUFFIXES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "k_scale", "v_scale")
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -36,7 +36,7 @@ class Fp8Checkpoint:
         self.inner = inner
         self.config: dict[str, Any] = {k: v for k, v in inner.config.items() if k != "quantization_config"}
         self._names = set(inner.names())
-        self._tile = _tile(inner.config.get("quantization_config") or {})
+        self._tile = tile_of(inner.config)
 
     @property
     def folder(self) -> Path | None:
@@ -80,13 +80,13 @@ class Fp8Checkpoint:
     def _is_float8(self, name: str, weight: Tensor) -> bool:
         if weight.dtype in _FLOAT8:
             return True
-        if any(f"{name}{suffix}" in self._names for suffix in _SCALES):
+        if any(f"{name}{suffix}" in self._names for suffix in SCALES):
             raise CheckpointError(f"{name!r} has a scale but is {weight.dtype}, not FP8; the checkpoint is damaged")
         return False
 
     def _group_scales(self, name: str, weight: Tensor) -> Tensor:
         """float32 [out, groups]: a scale per row and group of inputs; all groups have one size."""
-        found = [f"{name}{suffix}" for suffix in _SCALES if f"{name}{suffix}" in self._names]
+        found = [f"{name}{suffix}" for suffix in SCALES if f"{name}{suffix}" in self._names]
         if len(found) != 1 or weight.dim() != 2:
             what = "no scale" if not found else "more than one scale" if len(found) > 1 else f"shape {weight.shape}"
             raise CheckpointError(f"{name!r} is FP8 but has {what}; the checkpoint is incomplete or damaged")
@@ -130,8 +130,9 @@ def kv_scale(inner: Any, names: Collection[str], attention: str) -> tuple[float,
     return found[0], found[1]
 
 
-def _tile(settings: dict[str, Any]) -> Tile | None:
+def tile_of(config: dict[str, Any]) -> Tile | None:
     """What shares a scale, as the configuration says; None: a row or a whole matrix. Checks every key."""
+    settings = config.get("quantization_config") or {}
     if settings.get("quant_method") != "compressed-tensors":
         FP8.check(settings, "quantization_config")
         sides = settings.get("weight_block_size", _DEFAULT_TILE)

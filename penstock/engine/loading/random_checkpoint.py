@@ -169,11 +169,13 @@ class ShapeReader(WeightReader):
         self.norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", *shape)
 
-    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
+    def linear(
+        self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "", biased: str = ""
+    ) -> Linear:
         if fused and self._fused:
             parts = {fused: sum(parts.values())}
         for part, size in parts.items():
             self.shapes[f"{at}{part}.weight"] = (size, inputs)
             if bias:
-                self.shapes[f"{at}{part}.bias"] = (size,)
+                self.shapes[f"{at}{biased or part}.bias"] = (size,)
         return DenseLinear(self._nothing, None)

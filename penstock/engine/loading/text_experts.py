@@ -4,6 +4,7 @@ the family's names.
 `TextExperts` (ERNIE 4.5 VL): experts of text come before those of images, routers are stored as [hidden, experts], and
 the scores' corrections of both kinds are one tensor. `EitherWayStacks` (Qwen3-VL-MoE): stacks of experts are [experts,
 in, out] or [experts, out, in]; the reference tells them apart by their shape, and takes the second where both fit.
+Scales of such stacks in FP8 lie as the matrices do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.expert_stacks import stacks_among, with_stacks
+from penstock.engine.loading.fp8 import SCALES
 from penstock.engine.models.families import TEXT_TYPES, decoder_type
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.wrappers import decoder_keys
@@ -66,10 +68,12 @@ class EitherWayStacks:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         found: Tensor = self.inner.tensor(name, device)
-        width = next((width for end, width in self._ends.items() if name.endswith(end)), None)
-        if width is None or found.dim() != 3 or found.shape[2] == width:
+        stack = next((name.removesuffix(suffix) for suffix in SCALES if name.endswith(suffix)), name)
+        width = next((width for end, width in self._ends.items() if stack.endswith(end)), None)
+        if width is None or found.dim() != 3:
             return found
-        return found.transpose(1, 2)
+        weights = found if stack == name else self.inner.tensor(stack)
+        return found if weights.shape[-1] == width else found.transpose(1, 2)
 
 
 def as_family(checkpoint: Any, names: TensorNames) -> Any:

@@ -162,7 +162,9 @@ def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
         )
     names = family_of(config.family).names
     tied = f"{prefix_of(read.names, names)}{names.embedding}"
-    return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size, config.head_bias)
+    matrix = heads[0] if heads else tied
+    # A head that is the embedding has a bias of its own.
+    return read.linear("", {matrix: rows}, config.hidden_size, config.head_bias, biased=heads[0] if heads else HEADS[0])
 
 
 def compose_one(

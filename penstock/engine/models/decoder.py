@@ -134,8 +134,16 @@ class Decoder(ABC):
 
     @property
     def stream_width(self) -> int:
-        """Of the residual stream, as it goes from stage to stage."""
+        """Of what the stage before this one sends of every token."""
         return self.config.hidden_size
+
+    def entered(self, sent: Tensor) -> Tensor:
+        """The residual stream, of what the stage before has sent: `passed_on` there, [T, stream_width] here."""
+        return sent
+
+    def passed_on(self, stream: Tensor) -> Tensor:
+        """What the next stage is sent, of the residual stream behind the layers of this one."""
+        return stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab] of chosen hidden states."""

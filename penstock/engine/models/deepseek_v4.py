@@ -14,12 +14,15 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
 from penstock.engine.models.layers.experts import StepTokens
 from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead
+from penstock.engine.models.layers.linear import WideLinear
 from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
+from penstock.engine.models.token_digits import digits_of, ids_of
 
 INPUTS, QUERY_UP, KEY = "q_a_proj", "q_b_proj", "kv_proj"
 OUTPUT_DOWN, OUTPUT = "o_a_proj", "o_b_proj"
 POOL, INDEXER = "compressor.", "compressor.indexer."
+VALUES, GATES, INDEX_WEIGHTS = "kv_proj", "gate_proj", "scorer.weights_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +47,36 @@ class DeepseekV4Decoder(Decoder):
 
     @property
     def stream_width(self) -> int:
+        stage = self.config.stage
+        return self._width + (0 if stage is None else stage.arrives.width)
+
+    @property
+    def _width(self) -> int:
         assert self.config.streams is not None
         return self.config.streams.count * self.config.hidden_size
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def entered(self, sent: Tensor) -> Tensor:
+        stage = self.config.stage
+        if stage is None or not stage.arrives.tokens:
+            return sent
+        self._tell(ids_of(sent[:, self._width :]))
+        return sent[:, : self._width].contiguous()
+
+    def passed_on(self, stream: Tensor) -> Tensor:
+        stage = self.config.stage
+        if stage is None or not stage.leaves.tokens:
+            return stream
+        return torch.cat((stream, digits_of(self._layers[0].tokens.of(len(stream)), stream.dtype)), dim=1)
+
+    def _tell(self, token_ids: Tensor) -> None:
         for layer in self._layers:
             layer.tokens.ids = token_ids
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        known = token_ids if self.embedded is None else self.embedded.known(token_ids)
+        self._tell(known)
         stream = Decoder.embed(self, token_ids)
-        return stream.repeat(1, self.stream_width // stream.shape[1])
+        return stream.repeat(1, self._width // stream.shape[1])
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         eps, dtype = self.config.rms_eps, self.embedding.dtype
@@ -151,7 +176,7 @@ def _pool(context: LayerContext, at: str, rate: int, dim: int, overlapping: bool
     # Entries stand for many tokens, and checkpoints do not store what makes them in few bits.
     read, width = context.read.dense(), 2 * dim if overlapping else dim
     return EntryPool(
-        linear=read.linear(at, {"kv_proj": width, "gate_proj": width}, context.config.hidden_size),
+        linear=read.linear(at, {VALUES: width, GATES: width}, context.config.hidden_size),
         bias=read.get(f"{at}position_bias", rate, width, dtype=torch.float32),
         norm=read.norm(f"{at}kv_norm", dim),
     )
@@ -159,11 +184,13 @@ def _pool(context: LayerContext, at: str, rate: int, dim: int, overlapping: bool
 
 def _indexer(context: LayerContext, at: str, shape: CompressionConfig, rate: int) -> EntryIndexer:
     read, heads, dim = context.read, shape.index_heads, shape.index_dim
-    weights = f"{at}scorer.weights_proj.weight"
+    weights, ops = f"{at}{INDEX_WEIGHTS}.weight", read.backend.ops
     return EntryIndexer(
         pool=_pool(context, at, rate, dim, True),
         queries=read.linear(at, {QUERY_UP: heads * dim}, shape.query_rank),
-        head_weights=read.get(weights, heads, context.config.hidden_size, dtype=torch.float32),
+        head_weights=WideLinear(
+            read.get(weights, heads, context.config.hidden_size, dtype=torch.float32), lambda: ops.batch_invariant
+        ),
         most=shape.most,
     )
 

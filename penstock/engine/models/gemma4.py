@@ -20,7 +20,8 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.experts import ApartExperts
-from penstock.engine.models.layers.token_input import TokenInput, TokenTable, given_with
+from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
+from penstock.engine.models.layers.token_input import TokenInput, TokenTable, attach, given_with, keys_with
 from penstock.engine.models.llama import compose_attention, compose_feed_forward, compose_mlp, compose_routed
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import WeightReader
@@ -54,8 +55,41 @@ class Gemma4Decoder(Decoder):
     def embed(self, token_ids: Tensor) -> Tensor:
         stream = Decoder.embed(self, token_ids)
         if self.table is not None:
-            self.table.attach(token_ids, stream, self.embedding.dtype)
+            attach(stream, self.table.vectors(token_ids, stream, self.embedding.dtype))
         return stream
+
+    @property
+    def stream_width(self) -> int:
+        stage = self.config.stage
+        return self.config.hidden_size + (0 if stage is None else stage.arrives.width)
+
+    def entered(self, sent: Tensor) -> Tensor:
+        stage = self.config.stage
+        if stage is None:
+            return sent
+        widths = [self.config.hidden_size, stage.arrives.vectors, *(width for _, width in stage.arrives.keys)]
+        stream, vectors, *keys = (part.contiguous() for part in torch.split(sent, widths, dim=1))
+        dtype = self.embedding.dtype
+        layers = (layer for layer, _ in stage.arrives.keys)
+        given = {layer: rows.to(dtype) for layer, rows in zip(layers, keys, strict=True)}
+        attach(stream, vectors.to(dtype), given)
+        for step in self._steps(GivenAttention):
+            step.rows = keys_with(stream)[step.layer]
+        return stream
+
+    def passed_on(self, stream: Tensor) -> Tensor:
+        stage = self.config.stage
+        if stage is None:
+            return stream
+        made = {step.layer: step.of(len(stream)) for step in self._steps(LeavingAttention)}
+        keys = {**keys_with(stream), **made}
+        parts = [keys[layer] for layer, _ in stage.leaves.keys]
+        if stage.leaves.vectors:
+            parts.insert(0, given_with(stream)[:, -stage.leaves.vectors :])
+        return torch.cat([stream, *(part.to(stream.dtype) for part in parts)], dim=1)
+
+    def _steps(self, kind: type[GivenAttention] | type[LeavingAttention]) -> list[StepKeys]:
+        return [layer.mixer.step for layer in self.layers if isinstance(layer.mixer, kind)]
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         ops, eps, dtype = self.ops, self.config.rms_eps, self.embedding.dtype
@@ -122,9 +156,9 @@ def compose_token_input(context: LayerContext, size: int) -> TokenInput:
 def compose_table(read: WeightReader, config: ModelConfig, prefix: str) -> Mapping[str, Any]:
     """Beside the layers: what makes the vectors that they are told."""
     inputs = config.token_inputs
-    if inputs is None:
+    if inputs is None or (config.stage is not None and config.stage.first):
         return {}
-    width = config.num_layers * inputs.size
+    width = inputs.layers * inputs.size
     table = TokenTable(
         ops=read.backend.ops,
         table=read.as_stored(f"{prefix}{TOKEN_TABLE}.weight", inputs.vocab, width),

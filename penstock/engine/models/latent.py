@@ -10,7 +10,7 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.composed import StackedLinear
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import Linear, WideLinear
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
 from penstock.errors import CheckpointError
@@ -92,14 +92,17 @@ def compose_indexer(context: LayerContext, attention: str) -> Indexer:
     read, latent, hidden = context.read, context.config.latent, context.config.hidden_size
     assert latent is not None and latent.index is not None and latent.query_rank is not None
     index, at = latent.index, attention + INDEXER
-    norm = f"{at}{INDEX_NORM}"
+    norm, ops = f"{at}{INDEX_NORM}", read.backend.ops
     return Indexer(
-        ops=read.backend.ops,
+        ops=ops,
         layout=IndexLayout(index.heads, index.dim, latent.rotary, index.most, index.interleaved),
         keys=read.linear(at, {INDEX_KEYS: index.dim}, hidden),
         norm=IndexNorm(read.get(f"{norm}.weight", index.dim), read.get(f"{norm}.bias", index.dim), _INDEX_EPS),
         queries=read.linear(at, {INDEX_QUERIES: index.heads * index.dim}, latent.query_rank),
-        head_weights=read.get(f"{at}{INDEX_WEIGHTS}.weight", index.heads, hidden, dtype=torch.float32),
+        head_weights=WideLinear(
+            read.get(f"{at}{INDEX_WEIGHTS}.weight", index.heads, hidden, dtype=torch.float32),
+            lambda: ops.batch_invariant,
+        ),
         cos_sin=context.cos_sin,
     )
 

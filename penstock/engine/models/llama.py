@@ -21,7 +21,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.layers.attention import Attention, RowNorms
+from penstock.engine.models.layers.attention import Attention, HeadLayerNorms, RowNorms
 from penstock.engine.models.layers.experts import (
     ExpertMlp,
     ExpertSlots,
@@ -34,6 +34,7 @@ from penstock.engine.models.layers.experts import (
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
 from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
@@ -121,6 +122,7 @@ def compose_attention(context: LayerContext) -> Attention:
     read, config, names = context.read, context.config, context.names
     kv_heads, dim = config.heads_in(context.index)
     shared, source = config.shares(context.index), config.source_of(context.index)
+    given, stage = config.given_to(context.index), config.stage
     prefix, hidden = context.prefix + names.attention, config.hidden_size
     q_size, kv_size = config.num_heads * dim, kv_heads * dim
     q_gains, k_gains = ((config.num_heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
@@ -131,11 +133,15 @@ def compose_attention(context: LayerContext) -> Attention:
     if growth is not None and not growth.everywhere and not unrotated:
         growth = None
     parts = list(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
-    qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[shared]])
+    qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[config.projects(context.index)]])
     q_norm, k_norm = (prefix + name for name in names.head_norms)
     make: Callable[..., Attention] = Attention
     if config.output_gate:
         make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+    elif given is not None:
+        make = partial(GivenAttention, step=StepKeys(given))
+    elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
+        make = partial(LeavingAttention, step=StepKeys(whole))
     return make(
         ops=context.inner,
         attention_ops=read.backend.ops,
@@ -157,6 +163,9 @@ def compose_attention(context: LayerContext) -> Attention:
         cos_sin=context.cos_sin,
         q_norm=read.norm(q_norm, *q_gains) if config.qk_norm else ones,
         k_norm=read.norm(k_norm, *k_gains) if config.qk_norm and shared != "both" else ones,
+        head_norms=HeadLayerNorms(*(_head_norm(read, name, dim) for name in (q_norm, k_norm)))
+        if config.biased_qk_norm
+        else None,
         row_norms=RowNorms(read.norm(q_norm, q_size), read.norm(k_norm, kv_size)) if config.row_norms else None,
         query_gains=read.norm(q_norm, dim).float() * read.norm(k_norm, dim).float() if config.rotated_qk_norm else None,
         eps=config.rms_eps,
@@ -168,6 +177,11 @@ def compose_attention(context: LayerContext) -> Attention:
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
         source=None if source == context.index else source,
     )
+
+
+def _head_norm(read: WeightReader, name: str, dim: int) -> tuple[Tensor, Tensor]:
+    gains, biases = (read.get(f"{name}.{part}", dim, dtype=torch.float32) for part in ("weight", "bias"))
+    return gains, biases
 
 
 def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None) -> FeedForward:

@@ -247,6 +247,42 @@ class TokenInputs:
     """Of one layer's."""
     vocab: int
     """Rows of the table."""
+    layers: int
+    """Of the whole model."""
+
+
+DIGITS = 3
+"""Numbers that a token's id becomes; see `models.token_digits`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What stages of a pipeline pass on of each token beside the residual stream."""
+
+    vectors: int = 0
+    """Numbers in what all layers from here on are told of the token; see `TokenInputs`."""
+    keys: tuple[tuple[int, int], ...] = ()
+    """Layers of the whole model to whose keys and values layers from here on attend, and how many numbers a shard has
+    of them."""
+    tokens: bool = False
+    """Whether layers from here on look up token ids."""
+
+    @property
+    def width(self) -> int:
+        return self.vectors + sum(width for _, width in self.keys) + DIGITS * self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """A stage of a pipeline whose layers need more than the residual stream."""
+
+    first: int
+    """The layer of the whole model with which it begins."""
+    arrives: Carried
+    leaves: Carried
+    given: tuple[int | None, ...]
+    """Of each layer: the one of the whole model whose keys and values it stores, as an earlier stage has projected
+    them. Other layers of this stage attend to what it stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +318,10 @@ class ModelConfig:
     """Whether each head of values is normalized, without weights."""
     ffn_sizes: tuple[int, ...] = ()
     """Width of each layer's dense feed-forward, where layers differ in it; empty: `ffn_size`."""
+    ffn_kinds: tuple[int, ...] = ()
+    """The widths among these in the whole model, each once, where this is a part of it; empty: those here."""
     token_inputs: TokenInputs | None = None
+    stage: StageConfig | None = None
     vocab_size: int
     max_positions: int
     rms_eps: float
@@ -313,6 +352,8 @@ class ModelConfig:
     """Whether each head of queries and keys is normalized behind the rotation, not before it."""
     qk_layer_norm: bool = False
     """Whether that is a LayerNorm with weights of its own for every head."""
+    biased_qk_norm: bool = False
+    """Whether each head of queries and keys has a LayerNorm with weights and biases, the same for all heads."""
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
@@ -377,15 +418,28 @@ class ModelConfig:
         """The layer whose keys and values a layer attends to."""
         return self.key_sources[layer] if self.key_sources else layer
 
+    def given_to(self, layer: int) -> int | None:
+        """See `StageConfig.given`."""
+        return None if self.stage is None else self.stage.given[layer]
+
     def shares(self, layer: int) -> Shared:
         """See `HeadLayout.shared`."""
         if self.source_of(layer) != layer:
             return "both"
         return "values" if self.keys_as_values and self.windows[layer] is None else ""
 
+    def projects(self, layer: int) -> Shared:
+        """The same of the matrices that a layer has: it may store keys that another stage has projected."""
+        return "both" if self.given_to(layer) is not None else self.shares(layer)
+
     def rotary_dim(self, layer: int) -> int:
         """What a layer's rotary table is made for."""
         return self.heads_in(layer)[1] if self.latent is None else self.latent.rotary
+
+    @property
+    def other_tables(self) -> bool:
+        """Whether tokens are looked up in other tables than the embedding, too."""
+        return self.token_inputs is not None or (self.moe is not None and any(self.moe.hashed))
 
     @property
     def one_norm(self) -> bool:

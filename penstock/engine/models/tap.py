@@ -113,6 +113,16 @@ class TappedDecoder(Decoder):
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.inner.embed(token_ids)
 
+    @property
+    def stream_width(self) -> int:
+        return self.inner.stream_width
+
+    def entered(self, sent: Tensor) -> Tensor:
+        return self.inner.entered(sent)
+
+    def passed_on(self, stream: Tensor) -> Tensor:
+        return self.inner.passed_on(stream)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.inner.logits(hidden)
 

@@ -130,12 +130,14 @@ class WeightReader:
         """Of the activations."""
         return self._dtype
 
-    def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
+    def linear(
+        self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "", biased: str = ""
+    ) -> Linear:
         """Matrices `at + part` of the given output sizes, stacked into one linear; or `at + fused`, where the
-        checkpoint has them stacked already."""
+        checkpoint has them stacked already. `biased`: whose bias it has, where that is of another module."""
         if fused and f"{at}{fused}.weight" in self.names:
             parts = {fused: sum(parts.values())}
-        biases = [self.get(f"{at}{part}.bias", size) for part, size in parts.items()] if bias else None
+        biases = [self.get(f"{at}{biased or part}.bias", size) for part, size in parts.items()] if bias else None
         stacked_bias = torch.cat(biases) if biases else None
         names = {f"{at}{part}.weight": size for part, size in parts.items()}
         if self._quantize is not None and self.names.issuperset(names):

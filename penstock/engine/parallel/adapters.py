@@ -95,6 +95,15 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
         inputs |= {LATENT_KEYS: (0, latent.plain), LATENT_VALUES: (0, latent.rank)}
         outputs |= {LATENT_KEYS: ((0, latent.rank),), LATENT_VALUES: ((0, latent.value),)}
+    shape = model.compression
+    if shape is not None:
+        narrow, (first, last) = (0, shape.query_rank), even_span(shape.output_groups, place)
+        inputs |= {
+            "inputs": hidden,
+            "query_up": narrow,
+            "output": (first * shape.output_rank, last * shape.output_rank),
+        }
+        outputs |= {"inputs": (narrow, (0, model.head_dim)), "query_up": (q,)}
     delta = model.delta
     if delta is not None:
         cuts = channel_delta_cuts(delta, place) if delta.by_channel else delta_cuts(delta, place)
@@ -136,6 +145,8 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
 def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[Rows, ...]] | None:
     """Columns and rows of a site that has others of its name for layers of another kind; None: it has not."""
     hidden = (0, model.hidden_size)
+    if "." in site.attribute:  # what chooses tokens, or makes entries of them, is everywhere
+        return (0, site.inputs), tuple((0, size) for size in site.sizes)
     if model.layer_heads and site.attribute == "qkv":
         dim = site.sizes[0] // model.num_heads
         keys = (_times(kv_head_span(model, place, size // dim), dim) for size in site.sizes[1:])

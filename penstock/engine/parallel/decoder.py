@@ -100,7 +100,7 @@ class Stage(Releasable):
         final hidden states, which come round the ring."""
         ring, back, shards, place = self.groups.pipeline, self.groups.back, self.groups.tensor, self.groups.place
         if arriving is not None:
-            stream = arriving.take()
+            stream = self.decoder.entered(arriving.take())
         else:
             if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
@@ -114,7 +114,7 @@ class Stage(Releasable):
                 self._tapped.keep(hidden, hidden if taken is None else taken, _slots(batch), kv)
             return Arriving(hidden)
         if place.stage < ring.size - 1:
-            self._send(stream, ring, place.stage + 1)
+            self._send(self.decoder.passed_on(stream), ring, place.stage + 1)
             if taken is not None:
                 self._send(taken, ring, place.stage + 1)
         elif back is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.model_config import Carried, ModelConfig, StageConfig
 from penstock.engine.parallel.placement import place, slots_per_shard
 from penstock.errors import ConfigError
 
@@ -78,13 +78,6 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
-    if pipeline > 1 and (model.key_sources or model.token_inputs is not None):
-        raise ConfigError(
-            "pipeline_parallel: layers of this model attend to keys and values of lower ones, or read a vector of each "
-            "token, which stages do not pass on; use tensor_parallel"
-        )
-    if model.moe is not None and model.moe.hashed:
-        _check_hashed(model.moe.hashed, tensor, pipeline)
     index = None if model.latent is None else model.latent.index
     for stage in range(pipeline) if index is not None else ():
         begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
@@ -93,16 +86,6 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
                 f"pipeline_parallel: with {pipeline} stages one begins at layer {begin}, which attends to the tokens "
                 "that the layer before it chose; a stage must begin at a layer with an indexer"
             )
-
-
-def _check_hashed(hashed: tuple[bool, ...], tensor: int, pipeline: int) -> None:
-    """Stages behind the first one are sent streams, not tokens."""
-    begin, end = layer_span(len(hashed), Place(0, tensor, pipeline))
-    if any(hashed[end:]):
-        raise ConfigError(
-            f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones choose "
-            "experts by token ids, which only the first stage knows; use fewer stages"
-        )
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:
@@ -218,8 +201,10 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_kv_heads=kv_last - kv_first,
         ffn_size=model.ffn_size // parts,
         layer_heads=tuple(layer_heads),
-        key_sources=model.key_sources,  # of all layers: see `check_layout`
+        key_sources=_own_sources(model, first, last),
+        stage=_stage(model, place),
         ffn_sizes=tuple(width // parts for width in model.ffn_sizes[first:last]),
+        ffn_kinds=tuple(width // parts for width in dict.fromkeys(model.ffn_sizes)),
         num_layers=last - first,
         windows=model.windows[first:last],
         unrotated=model.unrotated[first:last],
@@ -232,4 +217,45 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         compression=compression,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
+    )
+
+
+def _own_sources(model: ModelConfig, first: int, last: int) -> tuple[int, ...]:
+    """Of a stage's layers, counted from its first one. What an earlier stage has is stored by the first layer that
+    attends to it."""
+    sources = model.key_sources[first:last]
+    return tuple(source - first if source >= first else sources.index(source) for source in sources)
+
+
+def given_keys(model: ModelConfig, place: Place) -> tuple[int | None, ...]:
+    """See `StageConfig.given`."""
+    first, last = layer_span(model.num_layers, place)
+    if not model.key_sources:
+        return (None,) * (last - first)
+    own = enumerate(_own_sources(model, first, last))
+    sources = model.key_sources[first:last]
+    return tuple(sources[at] if keeper == at and sources[at] < first else None for at, keeper in own)
+
+
+def _stage(model: ModelConfig, place: Place) -> StageConfig | None:
+    if place.pipeline == 1 or (not model.key_sources and not model.other_tables):
+        return None
+    first, last = layer_span(model.num_layers, place)
+    arrives, leaves = _carried_to(model, first, place), _carried_to(model, last, place)
+    return StageConfig(first, arrives, leaves, given_keys(model, place))
+
+
+def _carried_to(model: ModelConfig, begin: int, place: Place) -> Carried:
+    """The stage that begins with layer `begin`, and those behind it."""
+    if begin == 0:
+        return Carried()
+    inputs, keys = model.token_inputs, []
+    for source in dict.fromkeys(each for each in model.key_sources[begin:] if each < begin):
+        kv_heads, dim = model.heads_in(source)
+        kv_first, kv_last = kv_head_span(model, place, kv_heads)
+        keys.append((source, (kv_last - kv_first) * dim * (1 if model.shares(source) == "values" else 2)))
+    return Carried(
+        vectors=(model.num_layers - begin) * inputs.size if inputs is not None else 0,
+        keys=tuple(keys),
+        tokens=model.moe is not None and any(model.moe.hashed[begin:]),
     )

@@ -35,13 +35,13 @@ from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
 from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN, POOL
 from penstock.engine.models.families import family_of
-from penstock.engine.models.families.tensor_names import HEADS, prefix_of
+from penstock.engine.models.families.tensor_names import HEADS, TensorNames, prefix_of
 from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.weights import Weights
-from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
+from penstock.engine.parallel.layout import Place, Span, even_span, given_keys, head_span, kv_head_span, layer_span
 
 HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
@@ -144,11 +144,23 @@ class Cuts:
                 self._names[name] = name
             elif self.layers[0] <= int(found[2]) < self.layers[1]:
                 self._names[f"{found[1]}{int(found[2]) - self.layers[0]}{found[3]}"] = name
+        self._given = {at: layer for at, layer in enumerate(given_keys(model, place)) if layer is not None}
+        self._give(names, tensors)
         stored = [self._names.pop(name) for name in map("{}.weight".format, HEADS) if name in self._names]
         if not stored and model.tied_embeddings:
             stored = [f"{prefix_of(self._names, tensors)}{tensors.embedding}.weight"]
         if stored:
             self._names[HEAD] = stored[0]
+
+    def _give(self, names: Collection[str], tensors: TensorNames) -> None:
+        """Layers that store keys of another stage's have that one's norm."""
+        norm = f".{tensors.attention}{tensors.head_norms[1]}."
+        for name in names if self._given else ():
+            found = _LAYER.fullmatch(name)
+            if found is not None and found[3].startswith(norm):
+                for at, layer in self._given.items():
+                    if int(found[2]) == layer:
+                        self._names[f"{found[1]}{at}{found[3]}"] = name
 
     def _gated(self, width: int, gate: str, up: str, gate_up: str, down: str) -> dict[str, Cut]:
         span = even_span(width, self.place)
@@ -168,9 +180,12 @@ class Cuts:
         return self._names.get(name, name)
 
     def original_prefix(self, prefix: str) -> str:
-        """The same of the beginning of a layer's names."""
+        """The same of the beginning of the names of what scales a layer's keys and values."""
         found = _LAYER.fullmatch(prefix)
-        return prefix if found is None else f"{found[1]}{int(found[2]) + self.layers[0]}{found[3]}"
+        if found is None:
+            return prefix
+        at = int(found[2])
+        return f"{found[1]}{self._given.get(at, at + self.layers[0])}{found[3]}"
 
     def of(self, name: str) -> Cut:
         if name in (HEAD, HEAD_BIAS):

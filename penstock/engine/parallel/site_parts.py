@@ -21,7 +21,7 @@ from penstock.engine.kv.kinds import PagedKV, PagedRows
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
-from penstock.engine.parallel.layout import Place, layer_span
+from penstock.engine.parallel.layout import Place, given_keys, layer_span
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,6 +124,19 @@ class SiteParts(CacheParts):
 
     sites: tuple[SiteShape, ...] = ()
 
+    def _here(self, place: Place) -> list[int]:
+        """Which of them the stage of `place` keeps, in the order of its layers: its own, and those of earlier stages to
+        which its layers attend."""
+        order, begin = self.model.key_sources, layer_span(self.model.num_layers, place)[0]
+        if self.model.by_transformers or not order:
+            return [index for index, site in enumerate(self.sites) if site.stage == place.stage]
+        keepers = [layer for layer, source in enumerate(order) if layer == source]
+        found = []
+        for layer, given in enumerate(given_keys(self.model, place), begin):
+            if given is not None or order[layer] == layer:
+                found.append(keepers.index(order[layer]))
+        return found
+
     def whole(self) -> CacheShape:
         return CacheShape(tuple(site.kind(self.block_size, self.kv_dtype) for site in self.sites), self.block_size)
 
@@ -134,19 +147,19 @@ class SiteParts(CacheParts):
         # A cache has the tensors of each kind one after the other: values, and in int8 their scales.
         tensors = 2 if dtype == INT8 else 1
         whole = [part for kind in order for part in self._tensors(kind, kinds.count(kind))]
-        here = [(site, kind) for site, kind in zip(self.sites, kinds, strict=True) if site.stage == place.stage]
-        own_kinds = [site.kind(size, dtype, place=place) for site, _ in here]
+        here = self._here(place)
+        own_kinds = [self.sites[at].kind(size, dtype, place=place) for at in here]
         own_order = list(dict.fromkeys(own_kinds))
         runs: list[_Run] = []
-        for index, ((site, kind), own) in enumerate(zip(here, own_kinds, strict=True)):
-            before = sum(each.stage < place.stage for each in self.sites) + index
-            at, own_at = kinds[:before].count(kind), own_kinds[:index].count(own)
+        for index, (among, own) in enumerate(zip(here, own_kinds, strict=True)):
+            site, kind = self.sites[among], kinds[among]
+            at, own_at = kinds[:among].count(kind), own_kinds[:index].count(own)
             for tensor in range(tensors):
                 part = replace(
                     whole[order.index(kind) * tensors + tensor],
                     layers=(at, at + 1),
                     units=(site.span(place),),
-                    gives=site.gives(place),
+                    gives=site.stage == place.stage and site.gives(place),
                 )
                 length = part.own_bytes
                 runs.append(

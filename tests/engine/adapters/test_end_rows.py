@@ -306,3 +306,9 @@ def test_a_slot_takes_the_rows_of_one_adapter_after_the_other() -> None:
             wanted[t, ends.tokens or 20 :] = float("-inf")
         torch.testing.assert_close(stream, expected)
         torch.testing.assert_close(y, wanted)
+
+
+def test_a_model_with_another_table_of_tokens_takes_none_of_an_adapters_own(tmp_path: Path) -> None:
+    base = write_checkpoint("gemma4-small", tmp_path / "base")
+    message = failure(base, write_saved(tmp_path / "longer", base, count=203), adapter_tokens=9)
+    assert "an adapter of this family cannot bring tokens of its own" in message

@@ -81,7 +81,7 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("family", ["mamba2", "nemotron-h", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small"])
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
     base = write_checkpoint(family, tmp_path / "base")
@@ -90,6 +90,7 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         "nemotron-h": ("q_proj", "o_proj", "out_proj", "up_proj"),
         "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2"),
         "gemma4": (*QKV, "o_proj"),
+        "gemma4-small": (*QKV, "o_proj", "gate_proj", "down_proj"),
     }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
     specs = (AdapterSpec("tuned", str(adapter)),)

@@ -23,6 +23,9 @@ from tests.engine.tiny import Reference, write_checkpoint
 STACKS = ("gate_up_proj", "down_proj")
 UP_DOWN = ("up_proj", "down_proj")
 DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+V4 = (
+    *STACKS, "gate", "gate_proj", "up_proj", "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "weights_proj",
+)  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, one by one": ("mixtral", {"split": True, "experts_at": "block_sparse_moe."}),
     "mixtral, stacked, with the router": ("mixtral", {"targets": (*STACKS, "gate"), "fused_rank": 2}),
@@ -30,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, stacked": ("qwen3-moe", {"fused_rank": 2, "targets": (*STACKS, "q_proj", "o_proj")}),
     "gpt-oss": ("gpt-oss", {"targets": (*STACKS, "router", "q_proj")}),
     "deepseek": ("deepseek-v3", {"targets": (*STACKS, "gate_proj", "up_proj", "gate")}),
+    "deepseek v4": ("deepseek-v4", {"targets": V4, "size": 0.2}),
+    "deepseek v3.2": ("deepseek-v32", {"targets": ("wq_b", "wk", "weights_proj", "q_b_proj", "o_proj")}),
     "llama 4": ("llama4", {"targets": (*STACKS, "router", "gate_proj", "down_proj")}),
     "granite": ("granite-moe-shared", {"targets": (*STACKS, "router", "input_linear", "output_linear")}),
     "qwen2, shared": ("qwen2-moe", {"targets": ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")}),

@@ -158,7 +158,13 @@ def test_a_stage_begins_with_an_indexer(folders: dict[str, Path]) -> None:
 
 @slow
 @pytest.mark.parametrize(
-    "targets", [("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"), ("kv_b_proj", "q_b_proj"), ("kv_b_proj",)]
+    "targets",
+    [
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+        ("kv_b_proj", "q_b_proj"),
+        ("kv_b_proj",),
+        ("wq_b", "wk", "weights_proj"),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_equals_merging_it(

@@ -73,6 +73,10 @@ def test_every_family_is_walked() -> None:
 
 
 HONOURED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("olmoe", {"clip_qkv": 0.4}),
+    ("phi", {"qk_layernorm": True}),
+    ("ernie4_5_moe", {"use_bias": True}),
+    ("cohere2_moe", {"rope_scaling": LINEAR}),
     ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}),
     ("llama", {"rope_parameters": {**YARN, "factor": None}}),
     ("llama", {"rope_parameters": {**YARN, "truncate": False}, "original_max_position_embeddings": 48}),

@@ -389,18 +389,23 @@ def test_a_published_configuration() -> None:
     assert model.activation == ClampedSilu(10.0) and model.head_dim == 512 and model.streams.count == 4
 
 
-def test_later_stages_do_not_know_tokens(folder: Path) -> None:
+def test_later_stages_choose_experts_by_token_ids(folder: Path) -> None:
+    expected = generate(make_engine(folder, token_budget=32), *requests())
+    with threaded_engine(folder, 1, 4, token_budget=32) as engine:
+        assert generate(engine, *requests()) == expected
+
+
+def test_grids_that_divide_it() -> None:
     model = read_config(CONFIG)
     check_layout(model, 2, 2)
-    with pytest.raises(ConfigError, match="the first has 1 layers, and later ones choose experts by token ids"):
-        check_layout(model, 1, 4)
+    check_layout(model, 1, 4)
     with pytest.raises(ConfigError, match="cannot split"):
         check_layout(dataclasses.replace(model, num_heads=8), 4, 1)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"adapter_slots": 2}, "adapters"), ({"speculation": "mtp"}, "no MTP layer")],
+    [({"speculation": "mtp"}, "no MTP layer")],
     ids=str,
 )
 def test_what_it_does_not_have_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:

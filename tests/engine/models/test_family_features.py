@@ -46,6 +46,24 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("phi-gqa", {"qk_layernorm": True}),
+        ("olmoe", {"clip_qkv": 0.6}),
+        ("ernie4.5-moe-some-dense", {"use_bias": True}),
+    ],
+)
+def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint(family, tmp_path, **changes)
+    reference = Reference(folder)
+    alone = generate(make_engine(folder, token_budget=32), *requests())
+    for request in requests():
+        assert reference.agrees(list(request.prompt), alone[request.request_id]), request.request_id
+    with threaded_engine(folder, 2, 1, token_budget=32) as engine:
+        assert generate(engine, *requests()) == alone
+
+
+@pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "settings"),
     [
         ("cohere-qknorm", 2, 1, {}),

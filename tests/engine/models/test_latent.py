@@ -4,7 +4,9 @@ several ranks, experts spread over them, handover, adapters, quantized weights a
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,7 @@ CONFIG: dict[str, Any] = {
     [
         ({"num_key_value_heads": 2}, "all heads share one latent"),
         ({"qk_rope_head_dim": 7}, "rotated in pairs"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"topk_group": 1, "num_experts_per_tok": 3}, "cannot visit 3 experts"),
         ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method"),
@@ -139,6 +141,24 @@ CONFIG: dict[str, Any] = {
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_config({**CONFIG, **changes})
+
+
+def test_experts_in_every_second_layer(tmp_path: Path) -> None:
+    """`moe_layer_freq`, which transformers does not know: dense layers where DeepSeek's own code has them."""
+    folder = write_checkpoint("deepseek-v3", tmp_path, num_hidden_layers=4, first_k_dense_replace=1)
+    reference = Reference(folder)
+    layers = reference.model.model.layers
+    for index in (1, 3):
+        layers[index].mlp = deepcopy(layers[0].mlp)
+        for parameter in layers[index].mlp.parameters():
+            parameter.data = parameter.data.flip(0, 1)
+    reference.model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "moe_layer_freq": 2}))
+    prompt = [29 * i % 199 for i in range(50)]
+    assert reference.agrees(prompt, generate(make_engine(folder), greedy("a", prompt, 10))["a"])
+    model = read_config({**config, "moe_layer_freq": 2})
+    assert model.moe is not None and model.moe.layers == (False, False, True, False)
 
 
 def test_keys_of_published_files() -> None:

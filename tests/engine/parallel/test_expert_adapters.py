@@ -18,6 +18,7 @@ from tests.engine.tiny import Reference, write_checkpoint
 
 STACKS = ("gate_up_proj", "down_proj")
 LATENTS = ("fc1_latent_proj", "fc2_latent_proj")
+INDEX = ("wq_b", "wk", "weights_proj")
 WHOLE = {"expert_parallel": True, "expert_copies": 1}
 GRIDS: list[Any] = [
     ("qwen3-moe", 2, 2, {}),
@@ -30,6 +31,7 @@ GRIDS: list[Any] = [
             ("deepseek-v3", 2, 1, {}),
             ("deepseek-v3", 2, 1, {**WHOLE, "attention_parallel": "data"}),
             ("deepseek-v3", 1, 2, {}),
+            ("deepseek-v32", 2, 2, {}),
             ("gpt-oss", 2, 1, {}),
             ("llama4", 2, 2, {}),
             ("granite-moe-shared", 2, 1, WHOLE),
@@ -53,7 +55,11 @@ def test_adapters_of_experts_give_the_tokens_of_one_device(
     model = Reference(base).model
     folders = [
         write_expert_adapter(
-            tmp_path / "every", model, rank=8, seed=1, targets=(*STACKS, "gate", "router", "up_proj", *DELTA, *LATENTS)
+            tmp_path / "every",
+            model,
+            rank=8,
+            seed=1,
+            targets=(*STACKS, "gate", "router", "up_proj", *DELTA, *LATENTS, *INDEX),
         ),
         write_expert_adapter(tmp_path / "down", model, rank=3, seed=2, targets=("down_proj", "shared_expert_gate")),
         write_adapter(tmp_path / "attention", base, rank=5, targets=ALL[:4], seed=3),

@@ -31,6 +31,8 @@ GRIDS = [
     ("gemma4", 2, 2),  # heads of two sizes, of one kind one for both shards
     pytest.param("gemma4-experts", 2, 1, marks=pytest.mark.slow),
     pytest.param("gemma4-small", 2, 1, marks=pytest.mark.slow),
+    ("gemma4-small", 1, 3),  # one stage passes on keys that only the next one attends to
+    pytest.param("gemma4-small", 2, 2, marks=pytest.mark.slow),
     pytest.param("phi3", 2, 1, marks=pytest.mark.slow),
     ("olmo2", 2, 1),  # norms of whole rows are over all shards
     pytest.param("olmo3", 2, 2, marks=pytest.mark.slow),

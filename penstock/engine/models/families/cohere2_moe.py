@@ -22,6 +22,7 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.layer_normed import centred_architecture
 from penstock.engine.models.families.sigmoid_experts import sparse_by_type
 from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 
 
@@ -58,6 +59,8 @@ def _experts(raw: HFConfig, sparse: tuple[bool, ...]) -> MoeConfig:
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
+    # The reference's class has `rope_scaling` as a key of its own, and reads `rope_parameters` alone.
+    rope = read_rope({key: value for key, value in raw.items() if key != "rope_scaling"})
     dense = count(raw, "first_k_dense_replace") if "first_k_dense_replace" in raw else 0
     sparse, windows = sparse_by_type(raw, dense), _windows(raw, dense)
     rotated = raw["prefix_dense_sliding_window_pattern"] == 1
@@ -67,6 +70,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
     width = raw.get("prefix_dense_intermediate_size")
     return {
         **fields,
+        "rope": rope,
         "windows": windows,
         "unrotated": tuple(
             window is None and (experts or not rotated) for window, experts in zip(windows, sparse, strict=True)
@@ -83,10 +87,10 @@ COHERE2_MOE = Family(
     reads=frozenset({
         "attention_bias", "expert_selection_fn", "first_k_dense_replace", "layer_norm_eps", "logit_scale",
         "mlp_layer_types", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_shared_experts",
-        "prefix_dense_intermediate_size", "prefix_dense_sliding_window_pattern", "shared_expert_combination_strategy",
-        "sliding_window", "sliding_window_pattern",
+        "prefix_dense_intermediate_size", "prefix_dense_sliding_window_pattern", "rope_scaling",
+        "shared_expert_combination_strategy", "sliding_window", "sliding_window_pattern",
     }),
-    limits={"hidden_act": SILU, "rope_scaling": (None, {})},  # the reference's class has this key, and ignores it
+    limits={"hidden_act": SILU},
     names=PARALLEL_NAMES,
     gguf=GGUFFormat(architectures=()),
     architecture=centred_architecture,

@@ -41,10 +41,10 @@ LATENT_KEYS = frozenset({
 })  # fmt: skip
 _KEYS = LATENT_KEYS | {
     "first_k_dense_replace", "n_group", "topk_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+    "moe_intermediate_size", "moe_layer_freq", "norm_topk_prob", "routed_scaling_factor",
 }  # fmt: skip
 LATENT_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
-_LIMITS: Mapping[str, Any] = {"hidden_act": SILU, "moe_layer_freq": (1,)}
+_LIMITS: Mapping[str, Any] = {"hidden_act": SILU}
 
 
 def latent_architecture() -> Architecture:
@@ -109,15 +109,21 @@ def _scale(raw: HFConfig, dim: int) -> float:
     return scale * growth * growth
 
 
+def sparse_layers(raw: HFConfig) -> tuple[bool, ...]:
+    """Which layers have experts. transformers does not know `moe_layer_freq`; DeepSeek's own code does."""
+    dense, every = _count(raw, "first_k_dense_replace"), integer(raw, "moe_layer_freq", 1)
+    return tuple(index >= dense and index % every == 0 for index in range(layer_count(raw)))
+
+
 def routed_experts(raw: HFConfig, alias: str, **chosen: Any) -> MoeConfig | None:
-    layers, dense, ffn = layer_count(raw), _count(raw, "first_k_dense_replace"), integer(raw, "moe_intermediate_size")
-    if dense >= layers:
+    layers, ffn = sparse_layers(raw), integer(raw, "moe_intermediate_size")
+    if not any(layers):
         return None
     return MoeConfig(
         experts=integer(raw, alias if alias in raw else "n_routed_experts"),
         top_k=integer(raw, "num_experts_per_tok"),
         ffn_size=ffn,
-        layers=tuple(index >= dense for index in range(layers)),
+        layers=layers,
         scale=number(raw, "routed_scaling_factor"),
         shared_ffn_size=ffn * _count(raw, "n_shared_experts"),
         **chosen,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.models.families.deepseek import latent_fields
+from penstock.engine.models.families.deepseek import latent_fields, sparse_layers
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 _KEYS = frozenset({
     "attention_bias", "first_k_dense_replace", "index_head_dim", "index_n_heads", "index_topk", "kv_lora_rank",
-    "mlp_layer_types", "moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
-    "num_experts", "num_experts_per_tok", "num_local_experts", "num_mtp_layers", "num_nextn_predict_layers",
-    "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "routed_scaling_factor", "topk_group",
-    "v_head_dim",
+    "mlp_layer_types", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts",
+    "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts", "num_mtp_layers",
+    "num_nextn_predict_layers", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
+    "routed_scaling_factor", "topk_group", "v_head_dim",
 })  # fmt: skip
 _SHARING = frozenset({"indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"})
 _NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
@@ -47,7 +47,6 @@ _KIND_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 """What `layer_types` calls these layers now, and what transformers before 5.18 called them."""
 _LIMITS: Mapping[str, Any] = {
     "hidden_act": SILU,
-    "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "rope_interleave": (True,),
@@ -64,8 +63,7 @@ def _sparse_layers(raw: HFConfig) -> tuple[bool, ...]:
     """Which layers have experts."""
     layers, kinds = layer_count(raw), raw.get("mlp_layer_types")
     if kinds is None:
-        dense = count(raw, "first_k_dense_replace")
-        return tuple(index >= dense for index in range(layers))
+        return sparse_layers(raw)
     if (
         not isinstance(kinds, list | tuple)
         or len(kinds) != layers

@@ -72,7 +72,8 @@ def _experts(raw: HFConfig) -> MoeConfig | None:
 
 
 def _moe_fields(raw: HFConfig) -> ConfigFields:
-    return {"interleaved_rope": True, "moe": _experts(raw)}
+    """Experts have no biases; all other linears, the head too, have some or none."""
+    return {**_fields(raw), "head_bias": _has_biases(raw), "moe": _experts(raw)}
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
@@ -106,8 +107,9 @@ ERNIE4_5_MOE = Family(
     reads=frozenset({
         "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
         "moe_norm_min", "moe_num_experts", "moe_num_shared_experts", "num_experts", "num_experts_per_tok",
+        "use_bias",
     }),
-    limits={"hidden_act": SILU, "use_bias": (False, None)},
+    limits={"hidden_act": SILU},
     names=TensorNames(correction_bias="moe_statics.e_score_correction_bias"),
     gguf=GGUFFormat(
         architectures=("ernie4_5-moe",),

@@ -104,6 +104,7 @@ class ConfigFields(TypedDict, total=False):
     rms_eps: float
     rotated_qk_norm: bool
     rope: RopeConfig
+    biased_qk_norm: bool
     row_norms: bool
     short_conv: ShortConvConfig
     streams: StreamsConfig

@@ -94,8 +94,7 @@ def _text_fields(raw: HFConfig) -> ConfigFields:
             raise CheckpointError(
                 f"vocab_size_per_layer_input is {vocab}, below the vocabulary: tokens beyond it cannot be looked up"
             )
-        # What is no token has no row in the table.
-        fields |= {"token_inputs": TokenInputs(size, vocab), "virtual_scale": None}
+        fields["token_inputs"] = TokenInputs(size, vocab, layer_count(raw))
     if flag(raw, "enable_moe_block"):
         if "ffn_sizes" in fields:
             raise CheckpointError("use_double_wide_mlp is true, which is not supported beside experts")

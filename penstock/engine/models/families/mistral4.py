@@ -42,7 +42,8 @@ _USUAL: HFConfig = {
 """The rope parameters of a file without any."""
 _KEYS = LATENT_KEYS - {"num_nextn_predict_layers", "num_mtp_layers"} | {
     "first_k_dense_replace", "n_group", "topk_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor", "num_local_experts", "rope_interleave",
+    "moe_intermediate_size", "moe_layer_freq", "norm_topk_prob", "routed_scaling_factor", "num_local_experts",
+    "rope_interleave",
 }  # fmt: skip
 
 

@@ -23,12 +23,16 @@ _EPS = 1e-5
 _CLAMP = "attention.clamp_kqv"
 
 
-def _fields(raw: HFConfig) -> ConfigFields:
-    bias = flag(raw, "attention_bias")
+def clipped(raw: HFConfig) -> float | None:
     clip = None if raw.get("clip_qkv") is None else number(raw, "clip_qkv")
     if clip is not None and not 0 < clip < 1e30:
         raise CheckpointError(f"clip_qkv must be positive, or left out; found {clip}")
-    return {"rms_eps": _EPS, "layer_norms": True, "clip_qkv": clip, "qkv_bias": bias, "output_bias": bias}
+    return clip
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    bias = flag(raw, "attention_bias")
+    return {"rms_eps": _EPS, "layer_norms": True, "clip_qkv": clipped(raw), "qkv_bias": bias, "output_bias": bias}
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:

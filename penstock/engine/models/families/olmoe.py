@@ -17,6 +17,7 @@ from penstock.engine.models.families.family import (
     layer_count,
     llama_fields,
 )
+from penstock.engine.models.families.olmo import clipped
 from penstock.engine.models.model_config import MoeConfig
 
 
@@ -28,7 +29,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
         normalize=flag(raw, "norm_topk_prob"),
         layers=(True,) * layer_count(raw),
     )
-    return {**llama_fields(raw), "row_norms": True, "moe": moe}
+    return {**llama_fields(raw), "row_norms": True, "moe": moe, "clip_qkv": clipped(raw)}
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
@@ -45,8 +46,10 @@ OLMOE = Family(
     model_type="olmoe",
     class_name="OlmoeForCausalLM",
     fields=_fields,
-    reads=frozenset({"attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"}),
-    limits={"hidden_act": SILU, "clip_qkv": (None,)},
+    reads=frozenset(
+        {"attention_bias", "clip_qkv", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"}
+    ),
+    limits={"hidden_act": SILU},
     gguf=GGUFFormat(
         architectures=("olmoe",),
         config=_from_gguf,

@@ -13,6 +13,7 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     GGUFKeys,
     HFConfig,
+    flag,
 )
 from penstock.engine.models.families.layer_normed import LAYER_NORM_EPSILON, centred_architecture, layer_normed
 from penstock.engine.models.families.tensor_names import TensorNames
@@ -31,25 +32,27 @@ def _fields(raw: HFConfig) -> ConfigFields:
         "output_bias": True,
         "mlp_bias": True,
         "head_bias": True,
+        "biased_qk_norm": flag(raw, "qk_layernorm"),
         "rope": read_rope({"partial_rotary_factor": _ROTATED, **raw}, partial=True),
     }
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    return {"layer_norm_eps": config["rms_norm_eps"], "attention_bias": False, "mlp_bias": False}  # always there
+    return {"layer_norm_eps": config["rms_norm_eps"], "attention_bias": False, "mlp_bias": False, "qk_layernorm": False}
 
 
 PHI = Family(
     model_type="phi",
     class_name="PhiForCausalLM",
     fields=_fields,
-    reads=frozenset({"layer_norm_eps"}),
-    limits={"hidden_act": GELU, "qk_layernorm": (False,), "tie_word_embeddings": (False,)},
+    reads=frozenset({"layer_norm_eps", "qk_layernorm"}),
+    limits={"hidden_act": GELU, "tie_word_embeddings": (False,)},
     hidden_act="gelu_new",
     names=TensorNames(
         final_norm="final_layernorm",
         feed_forward_norm="input_layernorm",
         output="dense",
+        head_norms=("q_layernorm", "k_layernorm"),
         gate_up=("gate_proj", "fc1"),
         down="fc2",
     ),

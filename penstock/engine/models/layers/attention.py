@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.interface import (
     ActivationOps,
@@ -30,6 +31,21 @@ class RowNorms:
     k: Tensor
     over_ranks: OverRanks | None = None
     """Where other ranks have the other heads; see `Ops.norm_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayerNorms:
+    """LayerNorms with biases of each head of queries and of keys: gains, then biases, [head_dim] each and float32."""
+
+    q: tuple[Tensor, Tensor]
+    k: tuple[Tensor, Tensor]
+
+    def apply(self, qkv: Tensor, layout: HeadLayout, eps: float) -> Tensor:
+        dim = layout.head_dim
+        heads = qkv.view(len(qkv), -1, dim)
+        q, k, values = torch.tensor_split(heads, (layout.heads, layout.heads + layout.kv_heads), 1)
+        normed = (F.layer_norm(x.float(), (dim,), *of, eps) for x, of in ((q, self.q), (k, self.k)))
+        return torch.cat((*(x.to(qkv.dtype) for x in normed), values), dim=1).view(qkv.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +75,10 @@ class Attention:
     """float32 [head_dim]: what queries are multiplied by, after the rotation. Where norms of heads stand behind it:
     their gains and those of keys, which are stored without. A rotation does not change a head's length, so that the
     norms themselves may stand before it."""
+    head_norms: HeadLayerNorms | None = None
+    """Norms of heads that have biases."""
     clip: Clip | None = None
-    """Of queries, keys and values."""
+    """Of queries, keys and values, behind the norms of whole rows."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
     source: int | None = None
@@ -85,10 +103,12 @@ class Attention:
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
         qkv = self.qkv(x)
-        if self.clip is not None:
-            qkv = ops.pointwise(qkv, self.clip)
         if self.row_norms is not None:
             qkv = self._normed(qkv)
+        if self.head_norms is not None:
+            qkv = self.head_norms.apply(qkv, self.heads, self.eps)
+        if self.clip is not None:
+            qkv = ops.pointwise(qkv, self.clip)
         q = ops.rope_and_cache(
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
             self.key_smoothing,
@@ -109,10 +129,12 @@ class Attention:
         """What lies between its two linears."""
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
-        if self.clip is not None:
-            qkv = ops.pointwise(qkv, self.clip)
         if self.row_norms is not None:
             qkv = self._normed(qkv)
+        if self.head_norms is not None:
+            qkv = self.head_norms.apply(qkv, self.heads, self.eps)
+        if self.clip is not None:
+            qkv = ops.pointwise(qkv, self.clip)
         q = ops.rope_and_cache(
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales, self.key_smoothing
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from penstock.engine.backends.interface import (
     AttentionBatch,
@@ -59,15 +58,12 @@ class EntryIndexer:
     pool: EntryPool
     queries: Linear
     """From the narrow vector that the queries of attention are made of."""
-    head_weights: Tensor
-    """float32 [heads, hidden]."""
+    head_weights: Linear
     most: int
 
-    def __call__(self, x: Tensor, narrow: Tensor, *, alone: bool) -> EntryIndex:
-        # Token by token where a product must not depend on how many there are.
-        runs = [x[at : at + 1] for at in range(len(x))] if alone else [x]
-        weights = torch.cat([F.linear(run.float(), self.head_weights) for run in runs])
-        return EntryIndex(self.pool(x), self.queries(narrow), weights, len(self.head_weights), self.most)
+    def __call__(self, x: Tensor, narrow: Tensor) -> EntryIndex:
+        weights = self.head_weights(x)
+        return EntryIndex(self.pool(x), self.queries(narrow), weights, weights.shape[1], self.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +96,9 @@ class CompressedAttention:
 
     @property
     def weight_bytes(self) -> int:
-        tensors = [self.output_down, *(() if self.indexer is None else (self.indexer.head_weights,))]
-        dense: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return dense + sum(linear.weight_bytes for linear in self.linears)
+        dense: int = self.output_down.numel() * self.output_down.element_size()
+        weights = 0 if self.indexer is None else self.indexer.head_weights.weight_bytes
+        return dense + weights + sum(linear.weight_bytes for linear in self.linears)
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
         layout, made = self.layout, self.key_norm.dtype
@@ -120,7 +116,6 @@ class CompressedAttention:
         made, rank = self.inputs(x), self.query_norm.shape[0]
         narrow = self.ops.rms_norm(made[:, :rank], self.query_norm, self.layout.eps)
         keys = self.ops.rms_norm(made[:, rank:], self.key_norm, self.layout.eps)
-        alone = self.ops.batch_invariant
         seen = self.ops.compressed_attention(
             self.query_up(narrow),
             keys,
@@ -130,9 +125,9 @@ class CompressedAttention:
             batch,
             self._cache(cache),
             None if self.pool is None else self.pool(x),
-            None if self.indexer is None else self.indexer(x, narrow, alone=alone),
+            None if self.indexer is None else self.indexer(x, narrow),
         )
-        runs = [seen[at : at + 1] for at in range(len(seen))] if alone else [seen]
+        runs = [seen[at : at + 1] for at in range(len(seen))] if self.ops.batch_invariant else [seen]
         return self.output(torch.cat([self._down(run) for run in runs]))
 
     def _down(self, seen: Tensor) -> Tensor:

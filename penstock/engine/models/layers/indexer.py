@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from penstock.engine.backends.interface import AttentionBatch, Chosen, IndexLayout, IndexNorm, Ops
 from penstock.engine.models.layers.linear import Linear
@@ -26,8 +24,7 @@ class Indexer:
     norm: IndexNorm
     queries: Linear
     """From the narrow vector that the queries of attention are made of."""
-    head_weights: Tensor
-    """float32 [heads, hidden]."""
+    head_weights: Linear
     cos_sin: Tensor
 
     @property
@@ -41,9 +38,7 @@ class Indexer:
         self, x: Tensor, narrow: Tensor, batch: AttentionBatch, cache: Tensor, block_size: int, *, every: bool
     ) -> Chosen:
         """`narrow`: see `queries`; `every`: see `IndexOps.choose_tokens`."""
-        # In deterministic mode token by token, so that a product does not depend on how many there are.
-        runs = [x[at : at + 1] for at in range(len(x))] if self.ops.batch_invariant else [x]
-        weights = torch.cat([F.linear(run.float(), self.head_weights) for run in runs])
+        weights = self.head_weights(x)
         return self.ops.choose_tokens(
             self.queries(narrow), weights, self.layout, self.cos_sin, batch, cache, block_size, every=every
         )

@@ -65,7 +65,7 @@ class LatentAttention:
     @property
     def weight_bytes(self) -> int:
         up = self.weights.up
-        chosen_by = 0 if self.indexer is None else self.indexer.head_weights.numel() * 4
+        chosen_by = 0 if self.indexer is None else self.indexer.head_weights.weight_bytes
         return sum(linear.weight_bytes for linear in self.linears) + up.numel() * up.element_size() + chosen_by
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedLatent | BothKinds:

@@ -5,9 +5,12 @@ A layer is a plain callable: no module machinery on the hot path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.engine.backends.interface import Link
 
@@ -93,6 +96,22 @@ class Scaled:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x).float().mul_(self.factor)
+
+
+class WideLinear:
+    """Products in float32, whatever activations are: of small matrices whose results are compared with each other."""
+
+    def __init__(self, weight: Tensor, alone: Callable[[], bool]) -> None:
+        """`weight`: float32 [out, in]. `alone`: whether each row is multiplied by itself, so that its results do not
+        depend on how many others there are."""
+        self.weight = weight
+        self.weight_bytes = weight.numel() * weight.element_size()
+        self._alone = alone
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._alone():
+            return F.linear(x.float(), self.weight)
+        return torch.cat([F.linear(row.float(), self.weight) for row in torch.split(x, 1)])
 
 
 def shaped(head: Linear, scale: float, softcap: float | None) -> Linear:

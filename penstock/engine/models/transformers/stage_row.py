@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.engine.models.model_config import DIGITS
+from penstock.engine.models.token_digits import digits_of, ids_of
 from penstock.engine.models.transformers.attention import CALLS, PAGED
 from penstock.engine.models.transformers.interface import register, use
 
 _TOKENS = 5
 """Of the pass that is looked at."""
-_DIGITS = 3
-"""Of a token's id, to the base 256: a 256th of each is exact in every type that streams have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StageRow:
     def width(self) -> int:
         """Of a row, the same between any two stages."""
         most = max(sum(prod(one.shape) for one in left) for left in self.left)
-        return self.stream_width + most + _DIGITS * self.tokens
+        return self.stream_width + most + DIGITS * self.tokens
 
     def of_tokens(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, width] that only says which tokens they are."""
@@ -66,13 +66,11 @@ class StageRow:
 
     def marked(self, row: Tensor, token_ids: Tensor) -> Tensor:
         """`row` of these tokens, changed in place."""
-        shifts = torch.arange(_DIGITS, device=token_ids.device) * 8
-        row[:, -_DIGITS:] = (token_ids.unsqueeze(1) >> shifts & 255).to(row.dtype) / 256
+        row[:, -DIGITS:] = digits_of(token_ids, row.dtype)
         return row
 
     def ids(self, row: Tensor) -> Tensor:
-        shifts = torch.arange(_DIGITS, device=row.device) * 8
-        return ((row[:, -_DIGITS:].float() * 256).round().long() << shifts).sum(1)
+        return ids_of(row[:, -DIGITS:])
 
     def pack(self, layer: int, stream: Tensor, options: Mapping[str, Any], entry: Tensor) -> Tensor:
         """[T, width] of what `layer` is called with. `entry`: what the stage began with."""
@@ -84,7 +82,7 @@ class StageRow:
         row = torch.cat(parts, dim=1)
         if not self.tokens:
             return F.pad(row, (0, self.width - row.shape[1]))
-        return torch.cat((F.pad(row, (0, self.width - _DIGITS - row.shape[1])), entry[:, -_DIGITS:]), dim=1)
+        return torch.cat((F.pad(row, (0, self.width - DIGITS - row.shape[1])), entry[:, -DIGITS:]), dim=1)
 
     def unpack(self, layer: int, row: Tensor, options: Mapping[str, Any]) -> Tensor:
         """The stream that `layer` is called with; what was left for it is put into the mappings in `options`."""
