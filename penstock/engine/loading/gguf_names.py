@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ _NEXTN = {
     "shared_head_norm": "shared_head.norm",
 }
 """What layers for multi-token prediction have beside those of a layer."""
+_GATE_UP_STACK = "ffn_gate_up_exps"
+"""Of a layer's experts, where gate and up are one stack: gate above up."""
 _ROWS = frozenset({"ffn_gate_inp_shexp"})
 _DEPTHWISE = frozenset({"shortconv.conv"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -50,6 +53,12 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         "token_embd": names.prefix + names.embedding,
         family.gguf.final_norm: names.prefix + names.final_norm,
         "output": "lm_head",
+        **{theirs: names.prefix + ours for theirs, ours in family.gguf.top.items()},
+    }
+    unread = {
+        f"blk.{layer}.{part}"
+        for layer in range(config["num_hidden_layers"] if family.gguf.unread else 0)
+        for part in (family.gguf.unread(config, layer) if family.gguf.unread else ())
     }
     layers = f"{names.prefix}layers"
     found: dict[str, Origin] = {}
@@ -58,6 +67,8 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             continue
         offset = -family.norm_offset if name.endswith("norm.weight") else 0.0
         stem, _, suffix = name.rpartition(".")
+        if stem in unread:
+            continue
         if stem in top:
             found[f"{top[stem]}.{suffix}"] = Origin(name, offset=offset)
             continue
@@ -81,12 +92,16 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             whole, values = f"blk.{layer}.attn_kv_b.{suffix}", f"blk.{layer}.attn_v_b.{suffix}"
             if part == "attn_k_b" and whole not in file.tensors and values in file.tensors:
                 found[f"{prefix}.{of_layer_names['attn_kv_b']}.{suffix}"] = Origin(name, values=values)
+        elif f"{part}.{suffix}" in of_layer_names:
+            found[f"{prefix}.{of_layer_names[f'{part}.{suffix}']}"] = Origin(name)
         elif part in experts:
             for expert in range(info.shape[0]):
                 target = f"{family.names.moe}experts.{expert}.{experts[part]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert)
-        elif f"{part}.{suffix}" in of_layer_names:
-            found[f"{prefix}.{of_layer_names[f'{part}.{suffix}']}"] = Origin(name)
+        elif part == _GATE_UP_STACK and len(info.shape) == 3:
+            for expert, half in product(range(info.shape[0]), range(2)):
+                target = f"{family.names.moe}experts.{expert}.{names.expert_gate_up[half]}"
+                found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert, half=half)
         elif part in of_layer_names:
             heads = interleaved.get(part, 0)
             found[f"{prefix}.{of_layer_names[part]}.{suffix}"] = Origin(
@@ -139,7 +154,10 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
     if origin.expert >= 0:
         rows = raw.shape[1] if len(raw.shape) == 3 else 1  # of biases one
         data = raw.data[origin.expert * rows : (origin.expert + 1) * rows]
-        return RawTensor(raw.type, data, raw.shape[1:])
+        if origin.half < 0:
+            return RawTensor(raw.type, data, raw.shape[1:])
+        rows //= 2
+        return RawTensor(raw.type, data[origin.half * rows : (origin.half + 1) * rows], (rows, *raw.shape[2:]))
     if origin.row and len(raw.shape) == 1:
         return RawTensor(raw.type, raw.data, (1, *raw.shape))
     if origin.heads:

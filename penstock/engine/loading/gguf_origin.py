@@ -17,6 +17,8 @@ class Origin:
     """Not 0: rows are interleaved within this many heads."""
     expert: int = -1
     """Not -1: the tensor is this slice of a stack of experts."""
+    half: int = -1
+    """Not -1: of that slice the first or the second half of the rows."""
     offset: float = 0.0
     """Added to the weights."""
     row: bool = False

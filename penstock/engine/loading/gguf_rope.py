@@ -15,8 +15,10 @@ from penstock.engine.models.families.family import short_decimal
 from penstock.errors import CheckpointError
 
 _TYPES = ("none", "linear", "yarn", "longrope")
-_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4", "exaone-moe", "arcee")
+_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4", "exaone-moe", "arcee", "gemma4")
 """Architectures whose files may hold divisors of frequencies."""
+_NOTHING_LEFT = 1e29
+"""Divided by this and more, no position turns a pair of dimensions."""
 
 
 def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -38,6 +40,8 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
     if key.architecture != "mistral3" and key.number("attention.temperature_scale", 0.0) != 0.0:
         raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
     divisors = _divisors(file, key)
+    if key.architecture == "gemma4":
+        return _proportional(file, divisors, kind, factor)
     if kind == "yarn":
         if divisors is not None:
             raise CheckpointError(f"{file.path}: rope is scaled by yarn and by factors in tensors; not supported")
@@ -55,6 +59,20 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
         rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
         return _one_by_one([factor] * (rotated // 2), [factor] * (rotated // 2), attention, original)
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _proportional(
+    file: GGUFFile, divisors: tuple[list[float], list[float]] | None, kind: str, factor: float
+) -> dict[str, Any]:
+    """Gemma 4's layers that see everything rotate their first frequencies. The others are divided by so much that
+    nothing is left of them."""
+    if divisors is None or kind == "yarn" or factor != 1.0:
+        raise CheckpointError(f"{file.path}: gemma4 files must have rope_freqs.weight, and no other scaling of rope")
+    found = divisors[0]
+    rotated = sum(divisor == 1.0 for divisor in found)
+    if divisors[1] is not found or any(d < _NOTHING_LEFT for d in found[rotated:]) or any(d != 1.0 for d in found[:rotated]):
+        raise CheckpointError(f"{file.path}: rope_freqs.weight of gemma4 files must be ones, and 1e30 behind them")
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(found)}
 
 
 def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, original: int) -> dict[str, Any]:

@@ -207,6 +207,12 @@ class GGUFFormat:
     """Whether there are short convolutions. Numbers of KV heads may then differ between layers, as with `mamba`."""
     attention: bool = True
     """Whether there is attention, and a feed-forward beside it."""
+    layer_sizes: bool = False
+    """Whether numbers of KV heads and widths of feed-forwards may differ between layers without either of them."""
+    window_heads: bool = False
+    """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
+    window_rope: bool = False
+    """Whether layers with a window have a rotary base of their own, which `config` reads (`rope.freq_base_swa`)."""
     final_norm: str = "output_norm"
     """The name of the norm behind the last layer."""
     windowed: bool = True
@@ -214,6 +220,10 @@ class GGUFFormat:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
     name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
+    top: Mapping[str, str] = field(default_factory=dict)
+    """Further tensors that belong to no layer: GGUF names to those below `TensorNames.prefix`."""
+    unread: Callable[[HFConfig, int], Collection[str]] | None = None
+    """Tensors of a layer, without suffix, that files carry and that neither llama.cpp nor the model reads."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:
