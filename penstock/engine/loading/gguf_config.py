@@ -17,6 +17,9 @@ from penstock.engine.models.families.family import GGUFFormat
 from penstock.errors import CheckpointError
 
 
+_GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
+
+
 def gguf_family(file: GGUFFile) -> Family:
     """The family of the model in `file`; one whose tensor names are not known is refused."""
     architecture = str(file.metadata.get("general.architecture"))
@@ -174,12 +177,21 @@ def _add_token_ids(config: dict[str, Any], file: GGUFFile) -> None:
         token = _token(file, name)
         if token is not None and token not in ends:
             ends.append(token)
+    ends += [token for token in _ends_by_name(file) if token not in ends]
     if ends:
         config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     for ours, theirs in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         token = _token(file, theirs)
         if token is not None:
             config[ours] = token
+
+
+def _ends_by_name(file: GGUFFile) -> list[int]:
+    """Gemma 4 ends turns with tokens that its files have no key for; llama.cpp knows them by their names."""
+    if file.metadata.get("tokenizer.ggml.model") != "gemma4":
+        return []
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    return [index for index, token in enumerate(tokens) if token in _GEMMA4_ENDS]
 
 
 def _token(file: GGUFFile, name: str) -> int | None:
