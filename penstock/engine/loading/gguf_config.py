@@ -16,7 +16,6 @@ from penstock.engine.models.families import Family, GGUFKeys, family_of_gguf, gg
 from penstock.engine.models.families.family import GGUFFormat
 from penstock.errors import CheckpointError
 
-
 _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
@@ -85,7 +84,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
-        "rms_norm_eps": key.number(family.gguf.epsilon, 0.0),
+        "rms_norm_eps": key.number(family.gguf.epsilon, 0.0) or key.number(family.gguf.other_epsilon, 0.0),
         "rope_theta": key.number("rope.freq_base", 10000.0),
         "max_position_embeddings": required("context_length"),
         "vocab_size": embedding.shape[0],
@@ -97,6 +96,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "feed_forward_norm": _stores(file, ".ffn_norm.weight"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "attention_k_eq_v": _keys_alone(file),
+        "routed_layers": [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(layers)],
         "vocab_size_per_layer_input": _rows(file, "per_layer_token_embd.weight") or embedding.shape[0],
     }
     if _stores(file, ".ffn_down.bias") or _stores(file, ".ffn_down_shexp.bias"):

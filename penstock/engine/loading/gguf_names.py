@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
+from penstock.engine.loading.gguf import Bytes, GGMLType, GGUFFile, RawTensor
 from penstock.engine.loading.gguf_delta import delta_origins, reordered
 from penstock.engine.loading.gguf_mamba import mamba_origins
 from penstock.engine.loading.gguf_origin import Origin
@@ -85,15 +85,16 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         if further is not None and NEXTN_KEY in family.gguf.reads and further[2] in _NEXTN:
             found[f"{layers}.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
             continue
-        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
-        layer, part = (match[1], match[2]) if match else ("", "")
+        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name)
+        layer, whole_part = (match[1], match[2]) if match else ("", "")
+        part = whole_part.rpartition(".")[0]
         prefix = f"{layers}.{layer}"
         if part in _LATENT_PARTS and "attn_kv_b" in of_layer_names:
             whole, values = f"blk.{layer}.attn_kv_b.{suffix}", f"blk.{layer}.attn_v_b.{suffix}"
             if part == "attn_k_b" and whole not in file.tensors and values in file.tensors:
                 found[f"{prefix}.{of_layer_names['attn_kv_b']}.{suffix}"] = Origin(name, values=values)
-        elif f"{part}.{suffix}" in of_layer_names:
-            found[f"{prefix}.{of_layer_names[f'{part}.{suffix}']}"] = Origin(name)
+        elif whole_part in of_layer_names:
+            found[f"{prefix}.{of_layer_names[whole_part]}"] = Origin(name)
         elif part in experts:
             for expert in range(info.shape[0]):
                 target = f"{family.names.moe}experts.{expert}.{experts[part]}"
@@ -110,7 +111,19 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         else:
             # An unknown tensor changes what the model computes; keep its name so that the checkpoint is refused.
             found[name] = Origin(name)
+    for key, (target, shape) in family.gguf.numbers.items():
+        for index, raw in enumerate(_numbers(file, key, shape, config["num_hidden_layers"])):
+            found[f"{layers}.{index}.{target}"] = Origin(key, given=raw)
     return found
+
+
+def _numbers(file: GGUFFile, key: str, shape: tuple[int, ...], layers: int) -> list[RawTensor]:
+    """A number for each layer, of one key."""
+    value = np.atleast_1d(np.asarray(file.metadata.get(key, ())))
+    if len(value) not in (1, layers) or value.dtype.kind != "f" or not np.isfinite(value).all():
+        raise CheckpointError(f"{file.path}: {key} must be a number for each of {layers} layers; the file is damaged")
+    each = np.broadcast_to(value.astype(np.float32), layers)
+    return [RawTensor(GGMLType.F32, one.reshape(1).view(np.uint8).reshape(1, 4), shape) for one in each]
 
 
 def layer_names(family: Family) -> dict[str, str]:
@@ -148,6 +161,8 @@ def _expert_names(names: TensorNames) -> dict[str, str]:
 def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
     """The stored bytes behind a Hugging Face tensor, rows in Hugging Face order. Quantization blocks lie within
     rows, so whole rows can be moved without decoding them."""
+    if origin.given is not None:
+        return origin.given
     raw = file.raw(origin.name)
     if origin.reordered:
         return reordered(raw, origin)

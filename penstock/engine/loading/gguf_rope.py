@@ -15,8 +15,24 @@ from penstock.engine.models.families.family import short_decimal
 from penstock.errors import CheckpointError
 
 _TYPES = ("none", "linear", "yarn", "longrope")
-_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4", "exaone-moe", "arcee", "gemma4")
+_WITH_DIVISORS = (
+    "llama",
+    "llama4",
+    "mistral3",
+    "phi3",
+    "exaone4",
+    "exaone-moe",
+    "arcee",
+    "gemma4",
+    "apertus",
+    "minicpm3",
+    "granite_swa",
+)
 """Architectures whose files may hold divisors of frequencies."""
+_DEEPSEEK_YARN = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
+"""Architectures in which yarn scales scores; see `_deepseek_magnitudes`."""
+_GROWING = ("mistral3", "mistral4")
+"""Architectures whose queries may grow with their position."""
 _NOTHING_LEFT = 1e29
 """Divided by this and more, no position turns a pair of dimensions."""
 
@@ -37,7 +53,7 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
     if kind == "none" and key.architecture != "llama4":  # of which llama.cpp scales the layers with chunks all the same
         factor = 1.0
     original = key.whole("rope.scaling.original_context_length", 0) or config["max_position_embeddings"]
-    if key.architecture != "mistral3" and key.number("attention.temperature_scale", 0.0) != 0.0:
+    if key.architecture not in _GROWING and key.number("attention.temperature_scale", 0.0) != 0.0:
         raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
     divisors = _divisors(file, key)
     if key.architecture == "gemma4":
@@ -70,7 +86,11 @@ def _proportional(
         raise CheckpointError(f"{file.path}: gemma4 files must have rope_freqs.weight, and no other scaling of rope")
     found = divisors[0]
     rotated = sum(divisor == 1.0 for divisor in found)
-    if divisors[1] is not found or any(d < _NOTHING_LEFT for d in found[rotated:]) or any(d != 1.0 for d in found[:rotated]):
+    if (
+        divisors[1] is not found
+        or any(d < _NOTHING_LEFT for d in found[rotated:])
+        or any(d != 1.0 for d in found[:rotated])
+    ):
         raise CheckpointError(f"{file.path}: rope_freqs.weight of gemma4 files must be ones, and 1e30 behind them")
     return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(found)}
 
@@ -80,7 +100,7 @@ def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, origin
     for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if (beta := key.number(f"rope.scaling.{theirs}", 0.0)) != 0.0:
             scaling[ours] = beta
-    if key.architecture == "deepseek2":
+    if key.architecture in _DEEPSEEK_YARN:
         return scaling | _deepseek_magnitudes(file, key, attention)
     log_multiplier = key.number("rope.scaling.yarn_log_multiplier", 0.0)
     if log_multiplier and key.architecture != "mistral3":
@@ -106,7 +126,7 @@ def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dic
     )
     if tenth <= 0 or others != (1.0, 1.0, 1.0):
         raise CheckpointError(
-            f"{file.path}: yarn in deepseek2 files needs yarn_log_multiplier, and no attn_factor, yarn_attn_factor or "
+            f"{file.path}: yarn in {key.architecture} files needs yarn_log_multiplier, and no attn_factor, yarn_attn_factor or "
             "yarn_ext_factor other than 1"
         )
     magnitude = short_decimal(10 * tenth)

@@ -163,6 +163,17 @@ class GGUFKeys:
             )
         return numbers
 
+    def flags(self, name: str, layers: int) -> tuple[bool, ...] | None:
+        """True or false for each layer; None where the file has no such key."""
+        value = self.metadata.get(f"{self.architecture}.{name}")
+        if value is None:
+            return None
+        if not is_array(value) or len(value) != layers or {*value.tolist()} - {False, True}:
+            raise CheckpointError(
+                f"GGUF key {self.architecture}.{name} must say true or false for each of {layers} layers"
+            )
+        return tuple(bool(one) for one in value.tolist())
+
 
 def drafting_layers(keys: GGUFKeys, config: HFConfig) -> dict[str, int]:
     """How many layers a model has, and how many for multi-token prediction, which files count with the others."""
@@ -197,6 +208,8 @@ class GGUFFormat:
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
     epsilon: str = "attention.layer_norm_rms_epsilon"
     """The key of the epsilon of all norms."""
+    other_epsilon: str = ""
+    """The key that files may have instead."""
     delta_nets: Literal["", "grouped", "tiled"] = ""
     """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
     order; see `loading.gguf_delta`."""
@@ -222,6 +235,9 @@ class GGUFFormat:
     name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
     top: Mapping[str, str] = field(default_factory=dict)
     """Further tensors that belong to no layer: GGUF names to those below `TensorNames.prefix`."""
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Whole keys of a file (without its architecture) with a number for each layer, which are tensors of checkpoints:
+    their names below `layers.N.`, and shapes."""
     unread: Callable[[HFConfig, int], Collection[str]] | None = None
     """Tensors of a layer, without suffix, that files carry and that neither llama.cpp nor the model reads."""
 
