@@ -86,11 +86,7 @@ def _proportional(
         raise CheckpointError(f"{file.path}: gemma4 files must have rope_freqs.weight, and no other scaling of rope")
     found = divisors[0]
     rotated = sum(divisor == 1.0 for divisor in found)
-    if (
-        divisors[1] is not found
-        or any(d < _NOTHING_LEFT for d in found[rotated:])
-        or any(d != 1.0 for d in found[:rotated])
-    ):
+    if {*found[:rotated]} - {1.0} or any(divisor < _NOTHING_LEFT for divisor in found[rotated:]):
         raise CheckpointError(f"{file.path}: rope_freqs.weight of gemma4 files must be ones, and 1e30 behind them")
     return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(found)}
 
@@ -126,8 +122,8 @@ def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dic
     )
     if tenth <= 0 or others != (1.0, 1.0, 1.0):
         raise CheckpointError(
-            f"{file.path}: yarn in {key.architecture} files needs yarn_log_multiplier, and no attn_factor, yarn_attn_factor or "
-            "yarn_ext_factor other than 1"
+            f"{file.path}: yarn in {key.architecture} files needs yarn_log_multiplier, and no attn_factor, "
+            "yarn_attn_factor or yarn_ext_factor other than 1"
         )
     magnitude = short_decimal(10 * tenth)
     return {"mscale": magnitude, "mscale_all_dim": magnitude}

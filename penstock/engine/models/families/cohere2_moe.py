@@ -94,13 +94,14 @@ def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     scoring, normalized = keys.whole("expert_gating_func", 0), keys("expert_weights_norm", False)
     if scoring not in _SCORING or not isinstance(normalized, bool):
         raise CheckpointError(
-            f"{keys.architecture}.expert_gating_func is {scoring} and expert_weights_norm {normalized!r:.80}; supported: "
-            "1 (softmax) or 2 (sigmoid), true or false"
+            f"{keys.architecture}.expert_gating_func is {scoring} and expert_weights_norm {normalized!r:.80}; "
+            "supported: 1 (softmax) or 2 (sigmoid), true or false"
         )
     shared = keys.whole("expert_shared_count", 0)
     if keys.whole("expert_shared_feed_forward_length", ffn * shared) not in (0, ffn * shared):
         raise CheckpointError(
-            f"{keys.architecture}.expert_shared_feed_forward_length must be {ffn * shared}, the width of {shared} experts"
+            f"{keys.architecture}.expert_shared_feed_forward_length must be {ffn * shared}, the width of {shared} "
+            "experts"
         )
     rms = keys.number("attention.layer_norm_rms_epsilon", 0.0)
     return {

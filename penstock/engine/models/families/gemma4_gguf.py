@@ -79,8 +79,8 @@ def _widths(keys: GGUFKeys, layers: int, shared: int) -> tuple[int, bool]:
     width, doubled = each[0], len({*each}) > 1
     if each != tuple(width * (1 + (doubled and layer >= layers - shared)) for layer in range(layers)):
         raise CheckpointError(
-            f"{keys.architecture}.feed_forward_length is {each!r:.80}: those of the {shared} layers that share keys and "
-            "values may be twice as wide, others must be alike"
+            f"{keys.architecture}.feed_forward_length is {each!r:.80}: those of the {shared} layers that share keys "
+            "and values may be twice as wide, others must be alike"
         )
     return width, doubled
 
