@@ -113,7 +113,8 @@ def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, origin
 
 
 def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dict[str, Any]:
-    """What scales scores with the factor; cosines and sines are not scaled. The file holds a tenth of it."""
+    """What scales scores with the factor, of which the file holds a tenth, and what scales cosines and sines. The latter
+    files do not say: in deepseek2 it is the same, so that they stay as they are, elsewhere 1."""
     tenth = key.number("rope.scaling.yarn_log_multiplier", 0.0)
     others = (
         attention,
@@ -126,7 +127,7 @@ def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dic
             "yarn_attn_factor or yarn_ext_factor other than 1"
         )
     magnitude = short_decimal(10 * tenth)
-    return {"mscale": magnitude, "mscale_all_dim": magnitude}
+    return {"mscale": magnitude if key.architecture == "deepseek2" else 1.0, "mscale_all_dim": magnitude}
 
 
 def _magnitude(factor: float, weight: float) -> float:

@@ -60,14 +60,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**tiny.DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
-    "v32": ("DeepseekV32Config", {**tiny.DSA, "n_group": 4, "topk_group": 2, "rope_parameters": ROPE}),
+    "v32": (
+        "DeepseekV32Config",
+        {**tiny.DSA, "n_group": 4, "topk_group": 2, "rope_parameters": {**tiny.DEEPSEEK_ROPE, "mscale": 1.0}},
+    ),
     "glm-dsa": (
         "GlmMoeDsaConfig",
         {**tiny.DSA, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "full", "shared"]},
     ),
     "mistral4": (
         "Mistral4Config",
-        {**tiny.MISTRAL4, "rope_parameters": {**tiny.MISTRAL4_ROPE, "mscale": 0.9, "mscale_all_dim": 0.9}},
+        {**tiny.MISTRAL4, "rope_parameters": {**tiny.MISTRAL4_ROPE, "mscale": 1.0}},
     ),
     "minicpm3": (
         "MiniCPM3Config",
