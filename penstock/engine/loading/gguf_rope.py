@@ -113,8 +113,8 @@ def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, origin
 
 
 def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dict[str, Any]:
-    """What scales scores with the factor, of which the file holds a tenth, and what scales cosines and sines. The latter
-    files do not say: in deepseek2 it is the same, so that they stay as they are, elsewhere 1."""
+    """What scales scores with the factor, of which the file holds a tenth, and what scales cosines and sines. Files do
+    not say the latter: in deepseek2 it is the same, so that they stay as they are, elsewhere 1."""
     tenth = key.number("rope.scaling.yarn_log_multiplier", 0.0)
     others = (
         attention,
