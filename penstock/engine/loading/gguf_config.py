@@ -188,9 +188,9 @@ def _add_token_ids(config: dict[str, Any], file: GGUFFile) -> None:
 
 def _ends_by_name(file: GGUFFile) -> list[int]:
     """Gemma 4 ends turns with tokens that its files have no key for; llama.cpp knows them by their names."""
-    if file.metadata.get("tokenizer.ggml.model") != "gemma4":
+    kind, tokens = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "tokens"))
+    if not isinstance(kind, str) or kind != "gemma4" or not isinstance(tokens, list):
         return []
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     return [index for index, token in enumerate(tokens) if token in _GEMMA4_ENDS]
 
 

@@ -119,7 +119,8 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
 
 def _numbers(file: GGUFFile, key: str, shape: tuple[int, ...], layers: int) -> list[RawTensor]:
     """A number for each layer, of one key."""
-    value = np.atleast_1d(np.asarray(file.metadata.get(key, ())))
+    given = file.metadata.get(key)
+    value = given if isinstance(given, np.ndarray) else np.array([given] if isinstance(given, float) else [])
     if len(value) not in (1, layers) or value.dtype.kind != "f" or not np.isfinite(value).all():
         raise CheckpointError(f"{file.path}: {key} must be a number for each of {layers} layers; the file is damaged")
     each = np.broadcast_to(value.astype(np.float32), layers)

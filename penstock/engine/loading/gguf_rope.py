@@ -57,7 +57,7 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
         raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
     divisors = _divisors(file, key)
     if key.architecture == "gemma4":
-        return _proportional(file, divisors, kind, factor)
+        return _proportional(file, divisors, kind, factor, config["head_dim"])
     if kind == "yarn":
         if divisors is not None:
             raise CheckpointError(f"{file.path}: rope is scaled by yarn and by factors in tensors; not supported")
@@ -78,7 +78,7 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
 
 
 def _proportional(
-    file: GGUFFile, divisors: tuple[list[float], list[float]] | None, kind: str, factor: float
+    file: GGUFFile, divisors: tuple[list[float], list[float]] | None, kind: str, factor: float, head: int
 ) -> dict[str, Any]:
     """Gemma 4's layers that see everything rotate their first frequencies. The others are divided by so much that
     nothing is left of them."""
@@ -86,8 +86,11 @@ def _proportional(
         raise CheckpointError(f"{file.path}: gemma4 files must have rope_freqs.weight, and no other scaling of rope")
     found = divisors[0]
     rotated = sum(divisor == 1.0 for divisor in found)
-    if {*found[:rotated]} - {1.0} or any(divisor < _NOTHING_LEFT for divisor in found[rotated:]):
-        raise CheckpointError(f"{file.path}: rope_freqs.weight of gemma4 files must be ones, and 1e30 behind them")
+    wrong = {*found[:rotated]} - {1.0} or any(divisor < _NOTHING_LEFT for divisor in found[rotated:])
+    if wrong or not rotated or 2 * len(found) != head:
+        raise CheckpointError(
+            f"{file.path}: rope_freqs.weight of gemma4 files must be ones, and 1e30 behind them, {head // 2} together"
+        )
     return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(found)}
 
 
