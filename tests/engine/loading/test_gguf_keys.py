@@ -429,3 +429,15 @@ def vocabulary(size: int) -> dict[str, Any]:
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
     }
+
+
+@pytest.mark.parametrize("value", [None, [0.5, 0.5, 0.5], "x", [1, 1], [0.5, math.inf]])
+def test_numbers_of_activations_are_there_for_every_layer(value: Any, tmp_path: Path) -> None:
+    """Of Apertus, whose files have them in the metadata."""
+    numbers = {f"xielu.{name}": [0.5, 0.5] for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata("apertus") | numbers, weights()))
+    assert checkpoint.tensor("model.layers.1.mlp.act_fn.alpha_p").tolist() == [0.5]
+    assert checkpoint.tensor("model.layers.1.mlp.act_fn.beta").shape == ()
+    damaged = numbers | {"xielu.alpha_n": value} if value is not None else {}
+    with pytest.raises(CheckpointError, match=r"xielu\.alpha_\w must be a number for each of 2 layers"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata("apertus") | damaged, weights()))
