@@ -2,7 +2,8 @@
 
 Names follow from the family's descriptor (`models.families`). Four conversions are undone: GGUF files store the query
 and key rows of some families in interleaved rotary order, stack the experts of a layer into one tensor, add the
-family's offset to norm weights, and keep what makes keys and what makes values of latents apart.
+family's offset to norm weights, and keep what makes keys and what makes values of latents apart. Gate and up of stacked
+experts may be one stack, and single numbers of layers may stand in the metadata.
 """
 
 from __future__ import annotations

@@ -136,6 +136,10 @@ NEEDED: dict[str, dict[str, Any]] = {
 """What llama.cpp loads no file of the architecture without."""
 
 
+SAYING = {
+    "deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1", "cohere2moe", "deepseek32", "glm-dsa", "mistral4",
+}  # fmt: skip
+"""Architectures whose files say that the weights of experts are normalized, where they are."""
 PROPORTIONAL = {"rope_freqs.weight": np.array([1.0, 1e30, 1e30, 1e30], np.float32)}
 """How much of a head is rotated, which no file of Gemma 4 leaves out."""
 
@@ -203,9 +207,7 @@ def _means_nothing(key: str, value: Any, arch: str) -> bool:
         return True  # of experts that the file does not have
     if arch == "gemma4" and key.startswith("rope.scaling."):
         return True  # of scalings that its files may not have
-    said = ("deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1", "cohere2moe", "deepseek32", "glm-dsa",
-            "mistral4")  # fmt: skip # which say so where they do
-    normalized = key == "expert_weights_norm" and arch not in said
+    normalized = key == "expert_weights_norm" and arch not in SAYING
     return value is (normalized or key == "attention.causal")
 
 
