@@ -1,8 +1,8 @@
 """Builds a tokenizer from GGUF metadata, equal to the one the model was published with.
 
-Two kinds exist: byte-level BPE (`gpt2`, cut into words by a named pre-tokenizer before merging) and SentencePiece
-BPE (`llama`, merges ordered by score, byte fallback). An unknown pre-tokenizer is refused, because
-a tokenizer that is almost right silently makes a model worse.
+Three kinds exist: byte-level BPE (`gpt2`, cut into words by a named pre-tokenizer before merging), SentencePiece
+BPE (`llama`, merges ordered by score, byte fallback), and the same with the merges in the file (`gemma4`). An unknown
+pre-tokenizer is refused, because a tokenizer that is almost right silently makes a model worse.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 _WHOLE_WORDS = (*_LLAMA3_LIKE, "tekken")
 """Pre-tokenizers whose models use a word that is in the vocabulary directly, without merging (`ignore_merges`)."""
 
+_GEMMA4_CONTROL = frozenset({
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+})  # fmt: skip
+"""Control tokens of Gemma 4 that files mark as user-defined, so that llama.cpp shows them in what it returns."""
+
 _BOS_BY_DEFAULT = (*_LLAMA3_LIKE, "tekken")
 
 
@@ -98,8 +103,14 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(file, tokens, kinds)
         bos_default = True
+    elif kind == "gemma4":
+        tokenizer = _gemma4(file, tokens)
+        kinds = [CONTROL if token in _GEMMA4_CONTROL else own for token, own in zip(tokens, kinds, strict=True)]
+        bos_default = True
     else:
-        raise CheckpointError(f"{file.path}: tokenizer kind {kind!r:.80} is not supported; supported: gpt2, llama")
+        raise CheckpointError(
+            f"{file.path}: tokenizer kind {kind!r:.80} is not supported; supported: gemma4, gpt2, llama"
+        )
     _add_tokens(tokenizer, tokens, kinds)
     _add_post_processor(tokenizer, file, tokens, bos_default)
     return tokenizer
@@ -132,6 +143,16 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
         raise CheckpointError(
             f"{file.path}: pre-tokenizer {pre!r:.80} is not known; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
+    tokenizer = Tokenizer(_bpe(file, tokens, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _bpe(file: GGUFFile, tokens: list[str], **how: Any) -> models.BPE:
+    """With the merges of the file."""
     merges: list[tuple[str, str]] = []
     for merge in _strings(file, "merges"):
         left, space, right = merge.partition(" ")
@@ -139,20 +160,19 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
             raise CheckpointError(f"{file.path}: a merge of its tokenizer is not two pieces")
         merges.append((left, right))
     try:
-        model = models.BPE(
-            vocab=_by_token(tokens),
-            merges=merges,
-            fuse_unk=False,
-            byte_fallback=False,
-            ignore_merges=pre in _WHOLE_WORDS,
-        )
+        return models.BPE(vocab=_by_token(tokens), merges=merges, **how)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file.path}: its tokenizer makes no sense ({error!s:.300})") from error
-    tokenizer = Tokenizer(model)
-    if pre in ("qwen2", "deepseek-r1-qwen"):
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
+
+
+def _gemma4(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    """Merges run over the whole text, in which spaces are "▁"; what is in no token becomes bytes."""
+    if not _strings(file, "merges"):
+        raise CheckpointError(f"{file.path}: a gemma4 tokenizer needs tokenizer.ggml.merges, which is missing")
+    unknown = tokens[file.metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(_bpe(file, tokens, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -221,7 +241,9 @@ def _add_post_processor(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str],
     metadata = file.metadata
     bos, eos = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.eos_token_id")
     pieces, used = ["$A"], []
-    if metadata.get("tokenizer.ggml.add_bos_token", bos_default) and bos is not None:
+    # llama.cpp adds it in front of Gemma 4's texts whatever the file says: early files say the wrong thing.
+    always = metadata.get("tokenizer.ggml.model") == "gemma4"
+    if (always or metadata.get("tokenizer.ggml.add_bos_token", bos_default)) and bos is not None:
         pieces.insert(0, tokens[bos])
         used.append((tokens[bos], bos))
     if metadata.get("tokenizer.ggml.add_eos_token", False) and eos is not None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import GPT2Tokenizer, Qwen2Tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from penstock.engine.loading.gguf import GGUFFile
 from penstock.errors import CheckpointError
@@ -122,3 +122,42 @@ def test_what_cannot_be_built_exactly_is_refused(tmp_path: Path, bpe) -> None:
         tokenizer_from_gguf(GGUFFile(write_gguf(tmp_path / "none.gguf", {})))
     with pytest.raises(CheckpointError, match="bos token is 99999"):
         built(tmp_path, "gpt-2", bpe, **{"tokenizer.ggml.bos_token_id": 99999})
+
+
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|channel>", "<|tool_response>"]
+
+
+def test_gemma4_equals_transformers(tmp_path: Path, corpus: list[str]) -> None:
+    """Merges of the file over the whole text; newlines are merged too, and characters without a token become bytes."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    ascii_only = ["".join(c for c in text if c < "\x7f") for text in corpus] + ["a\n\nb\n\n\nc"] * 3
+    trained.train_from_iterator(ascii_only * 2, trainers.BpeTrainer(vocab_size=1500, special_tokens=special))
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    reference = GemmaTokenizer(vocab=model["vocab"], merges=merges)
+    reference.add_special_tokens({"additional_special_tokens": SPECIAL[5:]})
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    kinds = {**dict.fromkeys(SPECIAL[:7], 3), **dict.fromkeys(SPECIAL[7:], 4), **dict.fromkeys(special[9:], 6)}
+    file = write_gguf(
+        tmp_path / "m.gguf",
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+            "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.unknown_token_id": 3,
+            "tokenizer.ggml.add_bos_token": False,
+        },
+    )
+    ours = tokenizer_from_gguf(GGUFFile(file))
+    chat = "<|turn>user\n\n\nHello 日<turn|><|channel>thought"
+    for text in [*corpus, *SAMPLES, "\n" * 7, " " * 5, chat]:
+        ids = reference(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False).ids == ids, text
+        assert ours.encode(text).ids == [2, *ids]
+        assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert "\n\n" in tokens and len(ours.encode("\n\n", add_special_tokens=False).ids) == 1

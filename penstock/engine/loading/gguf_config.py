@@ -13,7 +13,10 @@ from penstock.engine.loading.gguf import GGUFFile
 from penstock.engine.loading.gguf_keys import check_keys, require_same
 from penstock.engine.loading.gguf_rope import rope_scaling
 from penstock.engine.models.families import Family, GGUFKeys, family_of_gguf, gguf_architectures
+from penstock.engine.models.families.family import GGUFFormat
 from penstock.errors import CheckpointError
+
+_GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def gguf_family(file: GGUFFile) -> Family:
@@ -58,8 +61,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     heads = required("attention.head_count") if family.gguf.attention else 1
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
+    by_layer = family.gguf.mamba or family.gguf.short_conv or family.gguf.layer_sizes
     kv_heads, width = (
-        max(key.each(name, layers)) if family.gguf.mamba or family.gguf.short_conv else key.whole(name, otherwise)
+        max(key.each(name, layers)) or otherwise if by_layer else key.whole(name, otherwise)
         for name, otherwise in (("attention.head_count_kv", heads), ("feed_forward_length", 0))
     )
     rotated = key.whole("rope.dimension_count", 0)
@@ -80,7 +84,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
-        "rms_norm_eps": key.number(family.gguf.epsilon, 0.0),
+        "rms_norm_eps": key.number(family.gguf.epsilon, 0.0) or key.number(family.gguf.other_epsilon, 0.0),
         "rope_theta": key.number("rope.freq_base", 10000.0),
         "max_position_embeddings": required("context_length"),
         "vocab_size": embedding.shape[0],
@@ -91,6 +95,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "conv_bias": _stores(file, ".shortconv.in_proj.bias"),
         "feed_forward_norm": _stores(file, ".ffn_norm.weight"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "attention_k_eq_v": _keys_alone(file),
+        "routed_layers": [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(layers)],
+        "vocab_size_per_layer_input": _rows(file, "per_layer_token_embd.weight") or embedding.shape[0],
     }
     if _stores(file, ".ffn_down.bias") or _stores(file, ".ffn_down_shexp.bias"):
         config["mlp_bias"] = True
@@ -115,7 +122,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             raise CheckpointError(f"{file.path}: it rotates {rotated} of {head_dim} dimensions, which is not supported")
         share = rotated / head_dim
         config["partial_rotary_factor"] = share if int(head_dim * share) == rotated else (rotated + 0.5) / head_dim
-    _check_sizes(where, key, config, family.gguf.own_head_sizes)
+    _check_sizes(where, key, config, family.gguf)
     config["rope_scaling"] = rope_scaling(file, key, config)
     if family.gguf.config is not None:
         config |= family.gguf.config(key, config)
@@ -135,19 +142,33 @@ def _stores(file: GGUFFile, ending: str) -> bool:
     return any(name.endswith(ending) for name in file.tensors)
 
 
-def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any], own_head_sizes: bool) -> None:
+def _keys_alone(file: GGUFFile) -> bool:
+    """Whether some layer has a matrix of keys and none of values."""
+    values = {name.replace("attn_v", "attn_k") for name in file.tensors if name.endswith(".attn_v.weight")}
+    return any(name.endswith(".attn_k.weight") and name not in values for name in file.tensors)
+
+
+def _rows(file: GGUFFile, name: str) -> int:
+    """Of a matrix; 0 where there is none."""
+    found = file.tensors.get(name)
+    return 0 if found is None else found.shape[0]
+
+
+def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any], format: GGUFFormat) -> None:
     """Sizes that the format can give separately, and that are one here."""
     head_dim, theta = config["head_dim"], config["rope_theta"]
     rotated = key.whole("rope.dimension_count", head_dim) or head_dim
-    alike = () if own_head_sizes else ("attention.value_length",)
-    for name in (*alike, "attention.key_length_swa", "attention.value_length_swa"):
+    alike = () if format.own_head_sizes else ("attention.value_length",)
+    windowed = () if format.window_heads else ("attention.key_length_swa", "attention.value_length_swa")
+    for name in (*alike, *windowed):
         require_same(where, key, name, head_dim)
     require_same(where, key, "embedding_length_out", config["hidden_size"])
-    require_same(where, key, "rope.dimension_count_swa", rotated)
-    if key.architecture != "gemma3":
+    if not format.window_heads:
+        require_same(where, key, "rope.dimension_count_swa", rotated)
+    if not format.window_rope:
         require_same(where, key, "rope.freq_base_swa", theta)
     elif key.number("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise CheckpointError(f"{where}: rope.scaling.attn_factor is not supported in gemma3 files")
+        raise CheckpointError(f"{where}: rope.scaling.attn_factor is not supported in {key.architecture} files")
 
 
 def _add_token_ids(config: dict[str, Any], file: GGUFFile) -> None:
@@ -156,12 +177,21 @@ def _add_token_ids(config: dict[str, Any], file: GGUFFile) -> None:
         token = _token(file, name)
         if token is not None and token not in ends:
             ends.append(token)
+    ends += [token for token in _ends_by_name(file) if token not in ends]
     if ends:
         config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     for ours, theirs in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         token = _token(file, theirs)
         if token is not None:
             config[ours] = token
+
+
+def _ends_by_name(file: GGUFFile) -> list[int]:
+    """Gemma 4 ends turns with tokens that its files have no key for; llama.cpp knows them by their names."""
+    kind, tokens = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "tokens"))
+    if not isinstance(kind, str) or kind != "gemma4" or not isinstance(tokens, list):
+        return []
+    return [index for index, token in enumerate(tokens) if token in _GEMMA4_ENDS]
 
 
 def _token(file: GGUFFile, name: str) -> int | None:

@@ -84,7 +84,7 @@ def check_keys(where: str, family: Family, keys: GGUFKeys) -> None:
     given = _given(keys)
     rules = KeyRules(
         reader=f"{family.model_type} models in GGUF files",
-        read=READ | family.gguf.reads | {family.gguf.epsilon},
+        read=READ | family.gguf.reads | {family.gguf.epsilon, family.gguf.other_epsilon},
         limited={
             "attention.causal": (True,),
             "expert_gating_func": (0, 1),  # softmax, or left to the architecture

@@ -2,20 +2,22 @@
 
 Names follow from the family's descriptor (`models.families`). Four conversions are undone: GGUF files store the query
 and key rows of some families in interleaved rotary order, stack the experts of a layer into one tensor, add the
-family's offset to norm weights, and keep what makes keys and what makes values of latents apart.
+family's offset to norm weights, and keep what makes keys and what makes values of latents apart. Gate and up of stacked
+experts may be one stack, and single numbers of layers may stand in the metadata.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
+from penstock.engine.loading.gguf import Bytes, GGMLType, GGUFFile, RawTensor
 from penstock.engine.loading.gguf_delta import delta_origins, reordered
 from penstock.engine.loading.gguf_mamba import mamba_origins
 from penstock.engine.loading.gguf_origin import Origin
@@ -34,6 +36,8 @@ _NEXTN = {
     "shared_head_norm": "shared_head.norm",
 }
 """What layers for multi-token prediction have beside those of a layer."""
+_GATE_UP_STACK = "ffn_gate_up_exps"
+"""Of a layer's experts, where gate and up are one stack: gate above up."""
 _ROWS = frozenset({"ffn_gate_inp_shexp"})
 _DEPTHWISE = frozenset({"shortconv.conv"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -50,6 +54,12 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         "token_embd": names.prefix + names.embedding,
         family.gguf.final_norm: names.prefix + names.final_norm,
         "output": "lm_head",
+        **{theirs: names.prefix + ours for theirs, ours in family.gguf.top.items()},
+    }
+    unread = {
+        f"blk.{layer}.{part}"
+        for layer in range(config["num_hidden_layers"] if family.gguf.unread else 0)
+        for part in (family.gguf.unread(config, layer) if family.gguf.unread else ())
     }
     layers = f"{names.prefix}layers"
     found: dict[str, Origin] = {}
@@ -58,6 +68,8 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             continue
         offset = -family.norm_offset if name.endswith("norm.weight") else 0.0
         stem, _, suffix = name.rpartition(".")
+        if stem in unread:
+            continue
         if stem in top:
             found[f"{top[stem]}.{suffix}"] = Origin(name, offset=offset)
             continue
@@ -74,19 +86,24 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         if further is not None and NEXTN_KEY in family.gguf.reads and further[2] in _NEXTN:
             found[f"{layers}.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
             continue
-        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem)
-        layer, part = (match[1], match[2]) if match else ("", "")
+        match = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name)
+        layer, whole_part = (match[1], match[2]) if match else ("", "")
+        part = whole_part.rpartition(".")[0]
         prefix = f"{layers}.{layer}"
         if part in _LATENT_PARTS and "attn_kv_b" in of_layer_names:
             whole, values = f"blk.{layer}.attn_kv_b.{suffix}", f"blk.{layer}.attn_v_b.{suffix}"
             if part == "attn_k_b" and whole not in file.tensors and values in file.tensors:
                 found[f"{prefix}.{of_layer_names['attn_kv_b']}.{suffix}"] = Origin(name, values=values)
+        elif whole_part in of_layer_names:
+            found[f"{prefix}.{of_layer_names[whole_part]}"] = Origin(name)
         elif part in experts:
             for expert in range(info.shape[0]):
                 target = f"{family.names.moe}experts.{expert}.{experts[part]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert)
-        elif f"{part}.{suffix}" in of_layer_names:
-            found[f"{prefix}.{of_layer_names[f'{part}.{suffix}']}"] = Origin(name)
+        elif part == _GATE_UP_STACK and len(info.shape) == 3:
+            for expert, half in product(range(info.shape[0]), range(2)):
+                target = f"{family.names.moe}experts.{expert}.{names.expert_gate_up[half]}"
+                found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert, half=half)
         elif part in of_layer_names:
             heads = interleaved.get(part, 0)
             found[f"{prefix}.{of_layer_names[part]}.{suffix}"] = Origin(
@@ -95,7 +112,20 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         else:
             # An unknown tensor changes what the model computes; keep its name so that the checkpoint is refused.
             found[name] = Origin(name)
+    for key, (target, shape) in family.gguf.numbers.items():
+        for index, raw in enumerate(_numbers(file, key, shape, config["num_hidden_layers"])):
+            found[f"{layers}.{index}.{target}"] = Origin(key, given=raw)
     return found
+
+
+def _numbers(file: GGUFFile, key: str, shape: tuple[int, ...], layers: int) -> list[RawTensor]:
+    """A number for each layer, of one key."""
+    given = file.metadata.get(key)
+    value = given if isinstance(given, np.ndarray) else np.array([given] if isinstance(given, float) else [])
+    if len(value) not in (1, layers) or value.dtype.kind != "f" or not np.isfinite(value).all():
+        raise CheckpointError(f"{file.path}: {key} must be a number for each of {layers} layers; the file is damaged")
+    each = np.broadcast_to(value.astype(np.float32), layers)
+    return [RawTensor(GGMLType.F32, one.reshape(1).view(np.uint8).reshape(1, 4), shape) for one in each]
 
 
 def layer_names(family: Family) -> dict[str, str]:
@@ -133,13 +163,18 @@ def _expert_names(names: TensorNames) -> dict[str, str]:
 def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
     """The stored bytes behind a Hugging Face tensor, rows in Hugging Face order. Quantization blocks lie within
     rows, so whole rows can be moved without decoding them."""
+    if origin.given is not None:
+        return origin.given
     raw = file.raw(origin.name)
     if origin.reordered:
         return reordered(raw, origin)
     if origin.expert >= 0:
         rows = raw.shape[1] if len(raw.shape) == 3 else 1  # of biases one
         data = raw.data[origin.expert * rows : (origin.expert + 1) * rows]
-        return RawTensor(raw.type, data, raw.shape[1:])
+        if origin.half < 0:
+            return RawTensor(raw.type, data, raw.shape[1:])
+        rows //= 2
+        return RawTensor(raw.type, data[origin.half * rows : (origin.half + 1) * rows], (rows, *raw.shape[2:]))
     if origin.row and len(raw.shape) == 1:
         return RawTensor(raw.type, raw.data, (1, *raw.shape))
     if origin.heads:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.loading.gguf import RawTensor
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
@@ -17,6 +19,8 @@ class Origin:
     """Not 0: rows are interleaved within this many heads."""
     expert: int = -1
     """Not -1: the tensor is this slice of a stack of experts."""
+    half: int = -1
+    """Not -1: of that slice the first or the second half of the rows."""
     offset: float = 0.0
     """Added to the weights."""
     row: bool = False
@@ -29,6 +33,8 @@ class Origin:
     columns: npt.NDArray[np.int64] | None = None
     log_of_negative: bool = False
     """The logarithm of what is stored, which is negative, without its sign."""
+    given: RawTensor | None = None
+    """A number of the metadata, whose key `name` is."""
     flat: bool = False
     """A vector, stored as a matrix."""
     depthwise: bool = False

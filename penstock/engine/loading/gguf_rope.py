@@ -15,8 +15,26 @@ from penstock.engine.models.families.family import short_decimal
 from penstock.errors import CheckpointError
 
 _TYPES = ("none", "linear", "yarn", "longrope")
-_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4", "exaone-moe", "arcee")
+_WITH_DIVISORS = (
+    "llama",
+    "llama4",
+    "mistral3",
+    "phi3",
+    "exaone4",
+    "exaone-moe",
+    "arcee",
+    "gemma4",
+    "apertus",
+    "minicpm3",
+    "granite_swa",
+)
 """Architectures whose files may hold divisors of frequencies."""
+_DEEPSEEK_YARN = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
+"""Architectures in which yarn scales scores; see `_deepseek_magnitudes`."""
+_GROWING = ("mistral3", "mistral4")
+"""Architectures whose queries may grow with their position."""
+_NOTHING_LEFT = 1e29
+"""Divided by this and more, no position turns a pair of dimensions."""
 
 
 def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -35,9 +53,11 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
     if kind == "none" and key.architecture != "llama4":  # of which llama.cpp scales the layers with chunks all the same
         factor = 1.0
     original = key.whole("rope.scaling.original_context_length", 0) or config["max_position_embeddings"]
-    if key.architecture != "mistral3" and key.number("attention.temperature_scale", 0.0) != 0.0:
+    if key.architecture not in _GROWING and key.number("attention.temperature_scale", 0.0) != 0.0:
         raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
     divisors = _divisors(file, key)
+    if key.architecture == "gemma4":
+        return _proportional(file, divisors, kind, factor, config["head_dim"])
     if kind == "yarn":
         if divisors is not None:
             raise CheckpointError(f"{file.path}: rope is scaled by yarn and by factors in tensors; not supported")
@@ -57,12 +77,29 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
+def _proportional(
+    file: GGUFFile, divisors: tuple[list[float], list[float]] | None, kind: str, factor: float, head: int
+) -> dict[str, Any]:
+    """Gemma 4's layers that see everything rotate their first frequencies. The others are divided by so much that
+    nothing is left of them."""
+    if divisors is None or kind == "yarn" or factor != 1.0:
+        raise CheckpointError(f"{file.path}: gemma4 files must have rope_freqs.weight, and no other scaling of rope")
+    found = divisors[0]
+    rotated = sum(divisor == 1.0 for divisor in found)
+    wrong = {*found[:rotated]} - {1.0} or any(divisor < _NOTHING_LEFT for divisor in found[rotated:])
+    if wrong or not rotated or 2 * len(found) != head:
+        raise CheckpointError(
+            f"{file.path}: rope_freqs.weight of gemma4 files must be ones, and 1e30 behind them, {head // 2} together"
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(found)}
+
+
 def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, original: int) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if (beta := key.number(f"rope.scaling.{theirs}", 0.0)) != 0.0:
             scaling[ours] = beta
-    if key.architecture == "deepseek2":
+    if key.architecture in _DEEPSEEK_YARN:
         return scaling | _deepseek_magnitudes(file, key, attention)
     log_multiplier = key.number("rope.scaling.yarn_log_multiplier", 0.0)
     if log_multiplier and key.architecture != "mistral3":
@@ -79,7 +116,8 @@ def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, origin
 
 
 def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dict[str, Any]:
-    """What scales scores with the factor; cosines and sines are not scaled. The file holds a tenth of it."""
+    """What scales scores with the factor, of which the file holds a tenth, and what scales cosines and sines. Files do
+    not say the latter: in deepseek2 it is the same, so that they stay as they are, elsewhere 1."""
     tenth = key.number("rope.scaling.yarn_log_multiplier", 0.0)
     others = (
         attention,
@@ -88,11 +126,11 @@ def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dic
     )
     if tenth <= 0 or others != (1.0, 1.0, 1.0):
         raise CheckpointError(
-            f"{file.path}: yarn in deepseek2 files needs yarn_log_multiplier, and no attn_factor, yarn_attn_factor or "
-            "yarn_ext_factor other than 1"
+            f"{file.path}: yarn in {key.architecture} files needs yarn_log_multiplier, and no attn_factor, "
+            "yarn_attn_factor or yarn_ext_factor other than 1"
         )
     magnitude = short_decimal(10 * tenth)
-    return {"mscale": magnitude, "mscale_all_dim": magnitude}
+    return {"mscale": magnitude if key.architecture == "deepseek2" else 1.0, "mscale_all_dim": magnitude}
 
 
 def _magnitude(factor: float, weight: float) -> float:

@@ -83,8 +83,10 @@ class WeightReader:
         return tensor.to(device=self.backend.device, dtype=dtype or self._dtype)
 
     def as_stored(self, name: str, *shape: int) -> Tensor:
-        """In its own type: what is looked up, and never computed with as a whole."""
-        return self.get(name, *shape, dtype=self.weights.tensor(name).dtype if name in self.names else None)
+        """In its own type: what is looked up, and never computed with as a whole. Not in a wider one than is computed
+        in, as which quantized tensors of GGUF files are read."""
+        own = self.weights.tensor(name).dtype if name in self.names else None
+        return self.get(name, *shape, dtype=None if own is not None and own.itemsize > self._dtype.itemsize else own)
 
     def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """A vector, which some checkpoints store as a matrix of one row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from safetensors.numpy import load_file
 
 from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
+from penstock.engine.loading.expert_stacks import with_stacks
+from penstock.engine.models.families import family_of, read_config
 from penstock.errors import CheckpointError
 from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
@@ -37,6 +40,10 @@ NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     **{f"{name}.weight": f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")},
     "shared_head.norm.weight": "nextn.shared_head_norm.weight",
+    "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+    "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
+    "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
+    **{f"self_attn.indexer.k_norm.{kind}": f"indexer.k_norm.{kind}" for kind in ("weight", "bias")},
     **{f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
@@ -53,6 +60,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**tiny.DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
+    "v32": (
+        "DeepseekV32Config",
+        {**tiny.DSA, "n_group": 4, "topk_group": 2, "rope_parameters": {**tiny.DEEPSEEK_ROPE, "mscale": 1.0}},
+    ),
+    "glm-dsa": (
+        "GlmMoeDsaConfig",
+        {**tiny.DSA, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "full", "shared"]},
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {**tiny.MISTRAL4, "rope_parameters": {**tiny.MISTRAL4_ROPE, "mscale": 1.0}},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {**tiny.YOUTU, "v_head_dim": 16, "dim_model_base": 256, "scale_emb": 12, "scale_depth": 1.4},
+    ),
+    "youtu": ("YoutuConfig", tiny.YOUTU),
     "dense": ("DeepseekV2Config", {**tiny.DEEPSEEK, "first_k_dense_replace": 3}),
 }
 
@@ -65,6 +89,7 @@ def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def convert(
     folder: Path,
     *,
+    arch: str = "deepseek2",
     parts: str = "two",
     quantized: gguf.GGMLQuantizationType | None = None,
     leave_out: tuple[str, ...] = (),
@@ -88,6 +113,8 @@ def convert(
         expert = re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)_proj\.weight", part)
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{expert[2]}_exps.weight", {})[int(expert[1])] = tensor
+        elif part in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+            tensors[f"blk.{layer}.ffn_{part.rpartition('.')[2].removesuffix('_proj')}_exps.weight"] = tensor
         elif part == "self_attn.kv_b_proj.weight":
             whole = tensor.reshape(heads, plain + value, rank)
             keys = np.ascontiguousarray(whole[:, :plain].swapaxes(1, 2))
@@ -117,13 +144,25 @@ def convert(
         "attention.value_length": rank if latents else value,
         "rope.freq_base": rope["rope_theta"],
         "rope.dimension_count": rotary,
-        "leading_dense_block_count": config["first_k_dense_replace"],
-        "expert_count": config["n_routed_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_weights_scale": float(config["routed_scaling_factor"]),
     }
+    if "n_routed_experts" in config:
+        kinds = config.get("mlp_layer_types")
+        metadata |= {
+            "leading_dense_block_count": kinds.count("dense") if kinds else config["first_k_dense_replace"],
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+        }
+    if "index_topk" in config:
+        for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
+            metadata[f"attention.indexer.{theirs}"] = config[f"index_{ours}"]
+    if "indexer_types" in config:
+        metadata["attention.indexer.types"] = [kind == "full" for kind in config["indexer_types"]]
+    if "llama_4_scaling_beta" in rope:
+        metadata["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        metadata |= {"expert_weights_norm": config["norm_topk_prob"]}
     if latents:
         metadata |= {"attention.key_length_mla": plain + rotary, "attention.value_length_mla": value}
         if config["model_type"] == "deepseek_v2":
@@ -132,7 +171,7 @@ def convert(
         metadata["attention.q_lora_rank"] = config["q_lora_rank"]
     if config.get("n_group"):
         metadata |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
         metadata["expert_gating_func"] = 2
         if config["norm_topk_prob"]:
             metadata["expert_weights_norm"] = True
@@ -150,10 +189,13 @@ def convert(
         metadata |= {"nextn_predict_layers": further, "block_count": config["num_hidden_layers"] + further}
     metadata = {key: value for key, value in (metadata | changed).items() if key not in leave_out}
     few = {} if quantized is None else {n: quantized for n, t in tensors.items() if t.ndim > 1 and not t.shape[-1] % 32}
-    arch = {"general.architecture": "deepseek2", **{f"deepseek2.{key}": value for key, value in metadata.items()}}
-    return write_gguf(folder / f"model-{parts}.gguf", arch, tensors, few)
+    keys = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in metadata.items()}}
+    return write_gguf(folder / f"model-{parts}.gguf", keys, tensors, few)
 
 
+ARCHITECTURES = {
+    "v32": "deepseek32", "glm-dsa": "glm-dsa", "mistral4": "mistral4", "minicpm3": "minicpm3", "youtu": "deepseek2",
+}  # fmt: skip
 PROMPT = [23 * i % 199 for i in range(150)]
 
 
@@ -171,16 +213,64 @@ def test_every_layout_gives_the_tokens_of_the_folder(
 def test_configuration_and_tensors_are_those_of_the_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.engine.models.families import read_config
-
     folder = write(name, tmp_path, monkeypatch)
-    theirs = open_checkpoint(folder)
-    for parts in ("two", "one"):
-        ours = GGUFCheckpoint(convert(folder, parts=parts))
-        assert read_config(ours.config) == read_config(theirs.config), parts
+    theirs, arch = open_checkpoint(folder), ARCHITECTURES.get(name, "deepseek2")
+    theirs = with_stacks(theirs, family_of(theirs.config["model_type"]).names)
+    for parts in ("one",) if name == "minicpm3" else ("two", "one"):
+        ours = GGUFCheckpoint(convert(folder, arch=arch, parts=parts))
+        wanted = read_config(theirs.config)
+        # Files of Youtu-LLM say that they are DeepSeek V2's, and so they are, without experts.
+        assert read_config(ours.config) == (replace(wanted, family="deepseek_v2") if name == "youtu" else wanted), parts
         assert set(ours.names()) == set(theirs.names())
         for tensor in theirs.names():
             assert torch.equal(ours.tensor(tensor), theirs.tensor(tensor)), tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_newer_architectures_give_the_tokens_of_the_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(name, tmp_path, monkeypatch)
+    expected = generate(make_engine(folder), greedy("a", PROMPT, 16))
+    file = convert(folder, arch=ARCHITECTURES[name], parts="one" if name == "minicpm3" else "two")
+    assert generate(make_engine(file), greedy("a", PROMPT, 16)) == expected
+
+
+def test_what_newer_files_leave_to_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much queries of Mistral Small 4 grow, and which layers of GLM-5 have an indexer."""
+    folder = write("mistral4", tmp_path / "mistral", monkeypatch)
+    left_out = GGUFCheckpoint(convert(folder, arch="mistral4", leave_out=("attention.temperature_scale",)))
+    assert left_out.config["rope_scaling"]["llama_4_scaling_beta"] == 0.1
+    kinds = ["full", "full", "full", "shared", "shared", "shared", "full"]
+    several = {**MODELS["glm-dsa"][1], "num_hidden_layers": 7, "indexer_types": kinds}
+    monkeypatch.setitem(MODELS, "glm-dsa", (MODELS["glm-dsa"][0], several))
+    folder = write("glm-dsa", tmp_path / "glm", monkeypatch)
+    types = {"leave_out": ("attention.indexer.types",), "arch": "glm-dsa"}
+    assert GGUFCheckpoint(convert(folder, **types)).config["indexer_types"] == ["full"] * 7
+    long = GGUFCheckpoint(convert(folder, **types, context_length=1 << 20)).config
+    assert long["indexer_types"] == kinds
+    with pytest.raises(CheckpointError, match=r"indexer\.types must say true or false for each of 7 layers"):
+        GGUFCheckpoint(convert(folder, arch="glm-dsa", **{"attention.indexer.types": [True]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral4", {"expert_gating_func": 2}, "expert_gating_func is 2"),
+        ("mistral4", {"attention.temperature_length": 7}, "temperature_length is 7"),
+        ("v32", {"attention.q_lora_rank": 0}, "q_lora_rank is missing"),
+        ("v32", {"expert_gating_func": 1}, "expert_gating_func is 1"),
+        ("minicpm3", {"attention.key_length": 8}, "heads of 8 with 8 rotated"),
+        ("minicpm3", {"attention.temperature_scale": 0.1}, "temperature_scale"),
+    ],
+)
+def test_newer_files_that_cannot_be_honoured_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(name, tmp_path, monkeypatch)
+    with pytest.raises(CheckpointError, match=message):
+        GGUFCheckpoint(convert(folder, arch=ARCHITECTURES[name], parts="one", **changes))
 
 
 def test_a_quantized_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
+from penstock.engine.loading.gguf_rope import llama3_factors
 from penstock.engine.models.families import FAMILIES
 from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
@@ -73,8 +74,20 @@ ARCHITECTURES = {
     "phi": "phi2",
     "nemotron": "nemotron",
     "jais2": "jais2",
+    "apertus": "apertus",
+    "afmoe": "afmoe",
+    "hy-v3": "hy_v3",
+    "cohere2-moe": "cohere2moe",
+    "mellum": "mellum",
+    "granite-swa": "granite_swa",
+    "granite-moe-swa-shared": "granite_swa",
 }
 SLOW = {
+    "apertus",
+    "cohere2-moe",
+    "mellum",
+    "granite-swa",
+    "granite-moe-swa-shared",
     "stablelm-head-norms",
     "olmo",
     "nemotron",
@@ -106,8 +119,22 @@ ELSEWHERE = {
     "nemotron-h": "nemotron_h",
     "nemotron-h-experts": "nemotron_h_moe",
     "mamba2": "mamba2",
+    "gemma4": "gemma4",
+    "mistral4": "mistral4",
+    "minicpm3": "minicpm3",
+    "deepseek-v32": "deepseek32",
+    "glm-dsa": "glm-dsa",
 }
-"""In `test_gguf_deepseek`, `test_gguf_delta` and `test_gguf_mamba`."""
+"""In `test_gguf_deepseek`, `test_gguf_delta`, `test_gguf_gemma4` and `test_gguf_mamba`."""
+EXPLICIT: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "cohere2-moe": {},
+    "mellum": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": True},
+    "granite-swa": {"layer_rope_theta": [0, 10000.0, 10000.0]},
+    "granite-moe-swa-shared": {},
+}
+"""Families whose files say which layers have windows, and what their files cannot say otherwise."""
+SHARED = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 OF_IMAGES = {"qwen2vl", "qwen3vl", "qwen3vlmoe"}
 """Decoders of families under other names, in `test_gguf_multimodal`."""
 NAMES = {
@@ -135,6 +162,8 @@ NAMES = {
     "mlp.gate.wg": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.router.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
@@ -153,7 +182,7 @@ STACKS = {
     "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_mlp.output_linear": ("ffn_down_shexp",),
 }
-INTERLEAVED = ("olmo", "llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee")
+INTERLEAVED = ("olmo", "llama", "mistral3", "smollm3", "granite", "granitemoe", "granite_swa", "arcee")
 LFM2_NAMES = {
     "operator_norm": "attn_norm",
     "self_attn.out_proj": "attn_output",
@@ -183,6 +212,17 @@ OTHER_NAMES = {
     "exaone-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "dots1": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "ernie4_5-moe": {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    "afmoe": {
+        **OUT_NORMS,
+        **SHARED,
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "self_attn.gate_proj": "attn_gate",
+    },
+    "cohere2moe": SHARED,
+    "hy_v3": {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "granite_swa": {"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"},
     "lfm2": LFM2_NAMES,
     "lfm2moe": LFM2_NAMES,
     "llama4": {
@@ -192,7 +232,7 @@ OTHER_NAMES = {
     },
 }
 LAYER_NORMS = {
-    **dict.fromkeys(("command-r", "cohere2", "phi2", "stablelm", "jais2"), "layer_norm_eps"),
+    **dict.fromkeys(("command-r", "cohere2", "cohere2moe", "phi2", "stablelm", "jais2"), "layer_norm_eps"),
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
     "olmo": "",
@@ -222,6 +262,7 @@ def convert(
     names = NAMES | NEXTN | OTHER_NAMES.get(arch, {})
     tensors: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
+    numbers: dict[str, dict[int, float]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
         top |= {"model.embedding_norm": "token_embd_norm", "model.final_layernorm": "output_norm"}
@@ -242,7 +283,13 @@ def convert(
             tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
             continue
         if suffix in ("e_score_correction_bias", "expert_bias"):
-            tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor.reshape(-1)
+            tensors[f"blk.{layer}.exp_probs_b{'' if arch == 'hy_v3' else '.bias'}"] = tensor.reshape(-1)
+            continue
+        if part == "mlp.act_fn":
+            numbers.setdefault(f"xielu.{suffix}", {})[int(layer)] = float(tensor.reshape(()))
+            continue
+        if part == "block_sparse_moe.experts":
+            tensors[f"blk.{layer}.ffn_{'gate_up' if suffix == 'gate_up_proj' else 'down'}_exps.weight"] = tensor
             continue
         if suffix == "sinks":
             tensors[f"blk.{layer}.attn_sinks.weight"] = tensor
@@ -255,7 +302,7 @@ def convert(
         if of_head is not None:
             stacks.setdefault(f"blk.{layer}.attn_{of_head[1]}_norm.weight", {})[int(of_head[2])] = tensor
             continue
-        if part in STACKS:
+        if part in STACKS and arch != "granite_swa":  # whose converter leaves gate and up together
             parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]
             tensors |= {f"blk.{layer}.{theirs}.weight": half for theirs, half in zip(STACKS[part], parts, strict=True)}
             continue
@@ -313,6 +360,37 @@ def convert(
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
         }
+    if arch == "afmoe":
+        keys |= {
+            "leading_dense_block_count": config["num_dense_layers"],
+            "expert_shared_count": config["num_shared_experts"],
+            "expert_weights_norm": True,
+            "expert_weights_scale": config["route_scale"],
+        }
+    if arch == "hy_v3":
+        keys |= {
+            "expert_shared_feed_forward_length": config["moe_intermediate_size"] * config["num_shared_experts"],
+            "expert_gating_func": 2,
+            "expert_weights_scale": config["router_scaling_factor"],
+        }
+    if arch == "cohere2moe":
+        keys |= {
+            "feed_forward_length": config["prefix_dense_intermediate_size"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "expert_shared_feed_forward_length": config["num_shared_experts"] * config["intermediate_size"],
+            "expert_shared_count": config["num_shared_experts"],
+            "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+            "expert_gating_func": 1,
+            "expert_weights_norm": config["norm_topk_prob"],
+            "rope.scaling.type": "none",
+        }
+    if arch == "granite_swa" and config.get("layer_rope_theta"):
+        keys["attention.rope_pattern"] = [bool(theta) for theta in config["layer_rope_theta"]]
+    if rope.get("rope_type") == "llama3":
+        factors = llama3_factors(rope, rope["rope_theta"], config["head_dim"])
+        tensors["rope_freqs.weight"] = np.array(factors, np.float32)
+    if arch in ("afmoe", "cohere2moe", "mellum", "granite_swa"):
+        keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     if arch == "exaone-moe":
         keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     if arch in ("glm4moe", "exaone-moe"):
@@ -369,6 +447,7 @@ def convert(
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
     keys |= more or {}
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
+    metadata |= {key: [each[layer] for layer in sorted(each)] for key, each in numbers.items()}
     if experts is None:
         return write_gguf(folder / "model.gguf", metadata, tensors)
     quantized = {name: experts for name in tensors if name.endswith("_exps.weight")}
@@ -394,12 +473,13 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
     usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
     usual |= {"mlp_only_layers": []} if "mlp_only_layers" in overrides else {}
-    windows = "layer_types" in overrides and not family.startswith("lfm2")
+    windows = "layer_types" in overrides and not family.startswith("lfm2") and family not in EXPLICIT
     usual |= {"num_hidden_layers": 5, "layer_types": None} if windows else {}
     usual |= {"no_rope_layers": None, "moe_layers": None, "num_hidden_layers": 5} if family == "llama4" else {}
     usual |= {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1} if family == "llama4" else {}
     usual |= {"interleave_moe_layer_step": 2} if family == "llama4" else {}
     usual |= {"routed_scaling_factor": 1.0} if family == "lfm2-moe" else {}
+    usual |= EXPLICIT.get(family, {})
     usual |= {"swiglu_limit": 7.0} if "swiglu_limit" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)

@@ -61,7 +61,34 @@ MAMBA: dict[str, Any] = {
     "ssm.conv_kernel": 4, "ssm.group_count": 2, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4,
     "attention.head_count_kv": [0, 2],
 }  # fmt: skip
+ROUTED: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+LATENTS: dict[str, Any] = {
+    **ROUTED, "attention.kv_lora_rank": 32, "attention.q_lora_rank": 24, "attention.key_length": 24,
+    "attention.value_length": 20, "attention.head_count_kv": 1, "rope.dimension_count": 8,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+}  # fmt: skip
+INDEXED: dict[str, Any] = {
+    **LATENTS, "attention.indexer.head_count": 2, "attention.indexer.key_length": 8, "attention.indexer.top_k": 24,
+}  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
+    "mistral4": LATENTS,
+    "deepseek32": INDEXED,
+    "glm-dsa": INDEXED,
+    "minicpm3": {
+        "attention.kv_lora_rank": 32, "attention.q_lora_rank": 24, "attention.key_length": 24,
+        "rope.dimension_count": 8, "attention.head_count_kv": 4,
+    },
+    "gemma4": {
+        "attention.key_length": 8, "attention.key_length_swa": 4, "attention.value_length_swa": 4,
+        "attention.sliding_window": 30, PATTERN: [True, False],
+    },
+    "afmoe": {**ROUTED, "expert_shared_count": 1, "attention.sliding_window": 30},
+    "hy_v3": ROUTED,
+    "mellum": ROUTED,
+    "cohere2moe": {
+        **ROUTED, "attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30,
+    },
+    "granite_swa": {"attention.sliding_window": 30, PATTERN: [True, False]},
     "granitehybrid": MAMBA,
     "falcon-h1": {**MAMBA, "attention.head_count_kv": 2},
     "nemotron_h": MAMBA,
@@ -109,6 +136,14 @@ NEEDED: dict[str, dict[str, Any]] = {
 """What llama.cpp loads no file of the architecture without."""
 
 
+SAYING = {
+    "deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1", "cohere2moe", "deepseek32", "glm-dsa", "mistral4",
+}  # fmt: skip
+"""Architectures whose files say that the weights of experts are normalized, where they are."""
+PROPORTIONAL = {"rope_freqs.weight": np.array([1.0, 1e30, 1e30, 1e30], np.float32)}
+"""How much of a head is rotated, which no file of Gemma 4 leaves out."""
+
+
 class Described:
     """What is read of a GGUF file, without a file."""
 
@@ -124,7 +159,8 @@ class Described:
 
 def config(arch: str, keys: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
     given = metadata(arch, **{**NEEDED.get(arch, {}), **keys})
-    return config_from_gguf(cast(GGUFFile, Described(given, weights() | (tensors or {}))))
+    needed = PROPORTIONAL if arch == "gemma4" else {}
+    return config_from_gguf(cast(GGUFFile, Described(given, weights() | needed | (tensors or {}))))
 
 
 def test_every_key_of_the_reference_is_declared() -> None:
@@ -139,7 +175,8 @@ def test_each_key_is_honoured_or_refused(arch: str) -> None:
     """A value that is accepted changes the configuration, says nothing, or belongs to a key that does nothing."""
     epsilons = {family.gguf.epsilon for family in FAMILIES.values() if arch in family.gguf.architectures}
     for key in sorted(REFERENCE):
-        beside = {} if key == PATTERN and not reads_patterns(arch) else AT_WORK.get(key, {})
+        unscaled = arch == "gemma4" and key.startswith("rope.")
+        beside = {} if unscaled or (key == PATTERN and not reads_patterns(arch)) else AT_WORK.get(key, {})
         base = config(arch, beside)
         for value in TRIED:
             try:
@@ -168,8 +205,9 @@ def _means_nothing(key: str, value: Any, arch: str) -> bool:
         return True  # it has no attention, no positions and no feed-forward
     if arch == "nemotron_h" and key.startswith(("expert_", "moe_")):
         return True  # of experts that the file does not have
-    said = ("deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1")  # which say so where they do
-    normalized = key == "expert_weights_norm" and arch not in said
+    if arch == "gemma4" and key.startswith("rope.scaling."):
+        return True  # of scalings that its files may not have
+    normalized = key == "expert_weights_norm" and arch not in SAYING
     return value is (normalized or key == "attention.causal")
 
 
@@ -393,3 +431,15 @@ def vocabulary(size: int) -> dict[str, Any]:
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
     }
+
+
+@pytest.mark.parametrize("value", [None, [0.5, 0.5, 0.5], "x", [1, 1], [0.5, math.inf]])
+def test_numbers_of_activations_are_there_for_every_layer(value: Any, tmp_path: Path) -> None:
+    """Of Apertus, whose files have them in the metadata."""
+    numbers = {f"xielu.{name}": [0.5, 0.5] for name in ("alpha_p", "alpha_n", "beta", "eps")}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata("apertus") | numbers, weights()))
+    assert checkpoint.tensor("model.layers.1.mlp.act_fn.alpha_p").tolist() == [0.5]
+    assert checkpoint.tensor("model.layers.1.mlp.act_fn.beta").shape == ()
+    damaged = numbers | {"xielu.alpha_n": value} if value is not None else {}
+    with pytest.raises(CheckpointError, match=r"xielu\.alpha_\w must be a number for each of 2 layers"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata("apertus") | damaged, weights()))

@@ -3,11 +3,15 @@ neither in every fourth layer; experts by corrected sigmoids."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     alternating_windows,
     count,
@@ -16,8 +20,13 @@ from penstock.engine.models.families.family import (
     layer_count,
     number,
 )
+from penstock.engine.models.families.gemma2 import layer_types
+from penstock.engine.models.families.sigmoid_experts import SHARED_TENSORS, require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig
+from penstock.errors import CheckpointError
+
+_PERIOD = 4
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -49,6 +58,22 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    if not config["sliding_window"]:
+        raise CheckpointError(f"{keys.architecture}.attention.sliding_window is missing or 0; the file is damaged")
+    require_sigmoid(keys)
+    return {
+        **layer_types(keys, config, _PERIOD),
+        "mup_enabled": True,  # which no file says, and llama.cpp takes for granted
+        "num_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", 0),
+        "num_shared_experts": keys.whole("expert_shared_count", 0),
+        "num_dense_layers": keys.whole("leading_dense_block_count", 0),
+        "route_scale": keys.number("expert_weights_scale", 0.0) or 1.0,
+    }
+
+
 AFMOE = Family(
     model_type="afmoe",
     class_name="AfmoeForCausalLM",
@@ -66,5 +91,13 @@ AFMOE = Family(
         router="router.gate",
         correction_bias="expert_bias",
     ),
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("afmoe",),
+        config=_from_gguf,
+        reads=frozenset({
+            "attention.sliding_window_pattern", "expert_count", "expert_feed_forward_length", "expert_gating_func",
+            "expert_shared_count", "expert_used_count", "expert_weights_scale", "leading_dense_block_count",
+        }),
+        tensors={**SHARED_TENSORS, "attn_gate": "self_attn.gate_proj", "exp_probs_b.bias": "mlp.expert_bias"},
+    ),
 )  # fmt: skip

@@ -30,5 +30,14 @@ APERTUS = Family(
     hidden_act="xielu",
     limits={"hidden_act": ("xielu",)},
     names=TensorNames(mixer_norm="attention_layernorm", feed_forward_norm="feedforward_layernorm"),
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("apertus",),
+        windowed=False,
+        numbers={
+            "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+            "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
+            "xielu.beta": ("mlp.act_fn.beta", ()),
+            "xielu.eps": ("mlp.act_fn.eps", ()),
+        },
+    ),
 )

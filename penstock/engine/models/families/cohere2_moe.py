@@ -3,15 +3,21 @@ rotary embedding though they see everything."""
 
 from __future__ import annotations
 
-from penstock.engine.models.families.cohere import PARALLEL_NAMES, parallel_fields
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.engine.models.families.cohere import PARALLEL_NAMES, parallel_fields, parallel_from_gguf
 from penstock.engine.models.families.family import (
+    NEXTN_KEY,
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     Windows,
     count,
+    drafting_layers,
     flag,
     integer,
     layer_count,
@@ -19,11 +25,16 @@ from penstock.engine.models.families.family import (
     window_of,
     windows_by_type,
 )
-from penstock.engine.models.families.layer_normed import centred_architecture
-from penstock.engine.models.families.sigmoid_experts import sparse_by_type
+from penstock.engine.models.families.gemma2 import layer_types
+from penstock.engine.models.families.layer_normed import LAYER_NORM_EPSILON, centred_architecture
+from penstock.engine.models.families.sigmoid_experts import SHARED_TENSORS, sparse_by_type
 from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
+
+_PERIOD = 4
+_SCORING = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}
+"""Values of `expert_gating_func`."""
 
 
 def _windows(raw: HFConfig, dense: int) -> Windows:
@@ -80,6 +91,41 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    layers, ffn = drafting_layers(keys, config), keys.whole("expert_feed_forward_length", 0)
+    if not config["sliding_window"]:
+        raise CheckpointError(f"{keys.architecture}.attention.sliding_window is missing or 0; the file is damaged")
+    scoring, normalized = keys.whole("expert_gating_func", 0), keys("expert_weights_norm", False)
+    if scoring not in _SCORING or not isinstance(normalized, bool):
+        raise CheckpointError(
+            f"{keys.architecture}.expert_gating_func is {scoring} and expert_weights_norm {normalized!r:.80}; "
+            "supported: 1 (softmax) or 2 (sigmoid), true or false"
+        )
+    shared = keys.whole("expert_shared_count", 0)
+    if keys.whole("expert_shared_feed_forward_length", ffn * shared) not in (0, ffn * shared):
+        raise CheckpointError(
+            f"{keys.architecture}.expert_shared_feed_forward_length must be {ffn * shared}, the width of {shared} "
+            "experts"
+        )
+    rms = keys.number("attention.layer_norm_rms_epsilon", 0.0)
+    return {
+        **layers,
+        **parallel_from_gguf(keys, config),
+        **layer_types(keys, {**config, **layers}, _PERIOD),
+        "rms_norm_eps": rms or None,
+        "intermediate_size": ffn or config["intermediate_size"],
+        "prefix_dense_intermediate_size": config["intermediate_size"],
+        "prefix_dense_sliding_window_pattern": 1,  # llama.cpp rotates in all dense layers
+        "first_k_dense_replace": keys.whole("leading_dense_block_count", 0),
+        "num_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "num_shared_experts": shared,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": _SCORING[scoring],
+        "norm_topk_prob": normalized,
+    }
+
+
 COHERE2_MOE = Family(
     model_type="cohere2_moe",
     class_name="Cohere2MoeForCausalLM",
@@ -92,6 +138,17 @@ COHERE2_MOE = Family(
     }),
     limits={"hidden_act": SILU},
     names=PARALLEL_NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("cohere2moe",),
+        config=_from_gguf,
+        epsilon=LAYER_NORM_EPSILON,
+        other_epsilon="attention.layer_norm_rms_epsilon",
+        reads=frozenset({
+            "attention.sliding_window_pattern", "expert_count", "expert_feed_forward_length", "expert_gating_func",
+            "expert_shared_count", "expert_shared_feed_forward_length", "expert_used_count", "expert_weights_norm",
+            "leading_dense_block_count", "logit_scale", NEXTN_KEY,
+        }),
+        tensors=SHARED_TENSORS,
+    ),
     architecture=centred_architecture,
 )  # fmt: skip

@@ -18,13 +18,13 @@ from penstock.errors import CheckpointError
 ARCHITECTURE = "deepseek2"
 _SIGMOID = 2
 """Of `expert_gating_func`."""
-_READS = frozenset({
+LATENT_GGUF = frozenset({
     "attention.key_length_mla", "attention.kv_lora_rank", "attention.q_lora_rank", "attention.value_length_mla",
     "expert_count", "expert_feed_forward_length", "expert_gating_func", "expert_group_count",
     "expert_group_used_count", "expert_shared_count", "expert_used_count", "expert_weights_norm",
     "expert_weights_scale", "leading_dense_block_count",
 })  # fmt: skip
-_TENSORS: Mapping[str, str] = {
+LATENT_TENSORS: Mapping[str, str] = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -42,7 +42,8 @@ def _scores_by_sigmoids(keys: GGUFKeys) -> bool:
     return keys.whole("expert_gating_func", 0) == _SIGMOID
 
 
-def _shared(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+def latent_from_gguf(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    """The keys of attention over latents, and of the experts beside it."""
     rank, rotary = keys.whole("attention.kv_lora_rank", 0), config["head_dim"]
     head, value = keys.whole("attention.key_length_mla", 0), keys.whole("attention.value_length_mla", 0)
     if bool(head) != bool(value):
@@ -80,7 +81,7 @@ def _shared(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _groups(keys: GGUFKeys) -> dict[str, int]:
+def groups_from_gguf(keys: GGUFKeys) -> dict[str, int]:
     """Files from before these keys existed choose among all experts."""
     return {
         "n_group": keys.whole("expert_group_count", 0) or 1,
@@ -88,7 +89,7 @@ def _groups(keys: GGUFKeys) -> dict[str, int]:
     }
 
 
-def _normalizes(keys: GGUFKeys) -> bool:
+def normalizes(keys: GGUFKeys) -> bool:
     value = keys("expert_weights_norm", False)
     if not isinstance(value, bool):
         raise CheckpointError(f"expert_weights_norm must be true or false, found {value!r:.80}")
@@ -100,29 +101,34 @@ def _v2(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
         raise CheckpointError(
             f"expert_gating_func is {keys('expert_gating_func')}; supported: 1 (softmax), 2 (sigmoid)"
         )
-    if _normalizes(keys):
+    if normalizes(keys):
         raise CheckpointError("expert_weights_norm: DeepSeek V2 does not normalize the weights of experts")
-    groups = _groups(keys)
+    groups = groups_from_gguf(keys)
     method = "group_limited_greedy" if groups["n_group"] > 1 else "greedy"
-    return {**_shared(keys, config), **groups, "topk_method": method, "norm_topk_prob": False}
+    return {**latent_from_gguf(keys, config), **groups, "topk_method": method, "norm_topk_prob": False}
 
 
-def _v3(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+def v3_from_gguf(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
     # llama.cpp's converter leaves the layer that drafts out of DeepSeek's files, and writes that of GLM-4.7-Flash.
     layers = drafting_layers(keys, config)
-    shared = _shared(keys, {**config, **layers})
-    return {**layers, **shared, **_groups(keys), "norm_topk_prob": _normalizes(keys), "rope_interleave": True}
+    shared = latent_from_gguf(keys, {**config, **layers})
+    return {**layers, **shared, **groups_from_gguf(keys), "norm_topk_prob": normalizes(keys), "rope_interleave": True}
 
 
 V2_FORMAT = GGUFFormat(
-    architectures=(ARCHITECTURE,), config=_v2, reads=_READS, windowed=False, own_head_sizes=True, tensors=_TENSORS
+    architectures=(ARCHITECTURE,),
+    config=_v2,
+    reads=LATENT_GGUF,
+    windowed=False,
+    own_head_sizes=True,
+    tensors=LATENT_TENSORS,
 )
 V3_FORMAT = GGUFFormat(
     architectures=(ARCHITECTURE,),
     applies=_scores_by_sigmoids,
-    config=_v3,
-    reads=_READS | {NEXTN_KEY},
+    config=v3_from_gguf,
+    reads=LATENT_GGUF | {NEXTN_KEY},
     windowed=False,
     own_head_sizes=True,
-    tensors=_TENSORS,
+    tensors=LATENT_TENSORS,
 )

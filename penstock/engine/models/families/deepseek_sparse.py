@@ -15,11 +15,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.families.deepseek import latent_fields, sparse_layers
+from penstock.engine.models.families.deepseek_gguf import LATENT_GGUF, LATENT_TENSORS, v3_from_gguf
 from penstock.engine.models.families.family import (
+    AXES,
+    NEXTN_KEY,
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     count,
     flag,
@@ -27,6 +31,7 @@ from penstock.engine.models.families.family import (
     layer_count,
     number,
 )
+from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import IndexConfig, MoeConfig
 from penstock.errors import CheckpointError
@@ -45,6 +50,8 @@ _SHARING = frozenset({"indexer_types", "index_topk_freq", "index_topk_pattern", 
 _NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
 _KIND_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 """What `layer_types` calls these layers now, and what transformers before 5.18 called them."""
+_CONTEXT_OF_SHARING = 1 << 20
+"""Of GLM-5.2, the first whose layers share what they chose."""
 _LIMITS: Mapping[str, Any] = {
     "hidden_act": SILU,
     "scoring_func": ("sigmoid",),
@@ -152,13 +159,51 @@ def _glm_fields(raw: HFConfig) -> ConfigFields:
     return _fields(raw, True, _own_indexers(raw))
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    require_sigmoid(keys)
+    if not keys.whole("attention.q_lora_rank", 0):
+        raise CheckpointError(f"{keys.architecture}.attention.q_lora_rank is missing; the file is damaged")
+    return {
+        **v3_from_gguf(keys, config),
+        "index_n_heads": keys.whole("attention.indexer.head_count", 0),
+        "index_head_dim": keys.whole("attention.indexer.key_length", 0),
+        "index_topk": keys.whole("attention.indexer.top_k", 0),
+    }
+
+
+def _glm_from_gguf(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    """Files of GLM-5.2 from before they said which layers have an indexer of their own are known by their context."""
+    found = _from_gguf(keys, config)
+    layers = found["num_hidden_layers"]
+    own = keys.flags("attention.indexer.types", layers)
+    if own is None:
+        some = config["max_position_embeddings"] >= _CONTEXT_OF_SHARING
+        own = tuple(not some or index < 2 or index % 4 == 2 for index in range(layers))
+    return {**found, "indexer_types": ["full" if one else "shared" for one in own]}
+
+
+_FORMAT = GGUFFormat(
+    architectures=("deepseek32",),
+    config=_from_gguf,
+    reads=LATENT_GGUF
+    | {"attention.indexer.head_count", "attention.indexer.key_length", "attention.indexer.top_k", NEXTN_KEY},
+    windowed=False,
+    own_head_sizes=True,
+    tensors={
+        **LATENT_TENSORS,
+        "indexer.attn_q_b": "self_attn.indexer.wq_b",
+        "indexer.attn_k": "self_attn.indexer.wk",
+        "indexer.k_norm": "self_attn.indexer.k_norm",
+        "indexer.proj": "self_attn.indexer.weights_proj",
+    },
+)
 DEEPSEEK_V32 = Family(
     model_type="deepseek_v32",
     class_name="DeepseekV32ForCausalLM",
     fields=_deepseek_fields,
     reads=_KEYS,
     limits={**_LIMITS, "indexer_rope_interleave": (False,)},
-    gguf=GGUFFormat(architectures=()),
+    gguf=_FORMAT,
     names=_NAMES,
     architecture=_architecture,
 )
@@ -168,7 +213,12 @@ GLM_MOE_DSA = Family(
     fields=_glm_fields,
     reads=_KEYS | _SHARING,
     limits={**_LIMITS, "indexer_rope_interleave": (True,)},
-    gguf=GGUFFormat(architectures=()),
+    gguf=replace(
+        _FORMAT,
+        architectures=("glm-dsa",),
+        config=_glm_from_gguf,
+        reads=_FORMAT.reads | AXES | {"attention.indexer.types"},
+    ),
     names=_NAMES,
     architecture=_architecture,
 )

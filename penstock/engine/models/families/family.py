@@ -164,6 +164,17 @@ class GGUFKeys:
             )
         return numbers
 
+    def flags(self, name: str, layers: int) -> tuple[bool, ...] | None:
+        """True or false for each layer; None where the file has no such key."""
+        value = self.metadata.get(f"{self.architecture}.{name}")
+        if value is None:
+            return None
+        if not is_array(value) or len(value) != layers or {*value.tolist()} - {False, True}:
+            raise CheckpointError(
+                f"GGUF key {self.architecture}.{name} must say true or false for each of {layers} layers"
+            )
+        return tuple(bool(one) for one in value.tolist())
+
 
 def drafting_layers(keys: GGUFKeys, config: HFConfig) -> dict[str, int]:
     """How many layers a model has, and how many for multi-token prediction, which files count with the others."""
@@ -198,6 +209,8 @@ class GGUFFormat:
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
     epsilon: str = "attention.layer_norm_rms_epsilon"
     """The key of the epsilon of all norms."""
+    other_epsilon: str = ""
+    """The key that files may have instead."""
     delta_nets: Literal["", "grouped", "tiled"] = ""
     """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
     order; see `loading.gguf_delta`."""
@@ -208,6 +221,12 @@ class GGUFFormat:
     """Whether there are short convolutions. Numbers of KV heads may then differ between layers, as with `mamba`."""
     attention: bool = True
     """Whether there is attention, and a feed-forward beside it."""
+    layer_sizes: bool = False
+    """Whether numbers of KV heads and widths of feed-forwards may differ between layers without either of them."""
+    window_heads: bool = False
+    """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
+    window_rope: bool = False
+    """Whether layers with a window have a rotary base of their own, which `config` reads (`rope.freq_base_swa`)."""
     final_norm: str = "output_norm"
     """The name of the norm behind the last layer."""
     windowed: bool = True
@@ -215,6 +234,13 @@ class GGUFFormat:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
     name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
+    top: Mapping[str, str] = field(default_factory=dict)
+    """Further tensors that belong to no layer: GGUF names to those below `TensorNames.prefix`."""
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Whole keys of a file (without its architecture) with a number for each layer, which are tensors of checkpoints:
+    their names below `layers.N.`, and shapes."""
+    unread: Callable[[HFConfig, int], Collection[str]] | None = None
+    """Tensors of a layer, without suffix, that files carry and that neither llama.cpp nor the model reads."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:

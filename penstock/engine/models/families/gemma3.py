@@ -54,6 +54,7 @@ GEMMA3 = Family(
     gguf=GGUFFormat(
         architectures=("gemma3",),
         config=_from_gguf,
+        window_rope=True,
         reads=frozenset({"final_logit_softcapping", "attention.sliding_window_pattern"}),
     ),
 )

@@ -25,6 +25,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.gemma import TANH, gemma_fields
 from penstock.engine.models.families.gemma2 import SANDWICH_NORMS, cap
+from penstock.engine.models.families.gemma4_gguf import FORMAT
 from penstock.engine.models.model_config import MoeConfig, TokenInputs
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
@@ -190,7 +191,7 @@ GEMMA4 = Family(
     limits={"hidden_activation": GELU, "use_bidirectional_attention": (None, "vision")},
     hidden_act=TANH,
     names=_NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=FORMAT,
     architecture=gemma4_architecture,
 )
 GEMMA4_UNIFIED = dataclasses.replace(
@@ -199,5 +200,6 @@ GEMMA4_UNIFIED = dataclasses.replace(
     class_name="Gemma4UnifiedForCausalLM",
     fields=_fields,
     reads=_READS,
+    gguf=GGUFFormat(architectures=()),
 )
 """Of models that read images and sounds without an encoder; their decoders are dense."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     flag,
     integer,
@@ -15,12 +19,14 @@ from penstock.engine.models.families.family import (
     window_of,
     windows_by_type,
 )
+from penstock.engine.models.families.gemma2 import layer_types
 from penstock.engine.models.families.sigmoid_experts import sparse_by_type
 from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
+_PERIOD = 4
 _THETAS = {_FULL: 500_000.0, _LOCAL: 10_000.0}
 """Bases of a file without rope parameters."""
 
@@ -58,6 +64,22 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    theta = config["rope_theta"]
+    return {
+        **layer_types(keys, config, _PERIOD),
+        "num_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", 0),
+        "norm_topk_prob": True,
+        "rope_scaling": None,
+        "rope_parameters": {
+            _FULL: {**(config["rope_scaling"] or {"rope_type": "default"}), "rope_theta": theta},
+            _LOCAL: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", theta)},
+        },
+    }
+
+
 MELLUM = Family(
     model_type="mellum",
     class_name="MellumForCausalLM",
@@ -68,5 +90,12 @@ MELLUM = Family(
         "mtp_mlp_layer_types", "sliding_window",
     }),
     limits={"hidden_act": SILU},
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("mellum",),
+        config=_from_gguf,
+        window_rope=True,
+        reads=frozenset({
+            "attention.sliding_window_pattern", "expert_count", "expert_feed_forward_length", "expert_used_count",
+        }),
+    ),
 )  # fmt: skip

@@ -14,11 +14,19 @@ from penstock.engine.models.families.deepseek import (
     optional_flag,
     routed_experts,
 )
+from penstock.engine.models.families.deepseek_gguf import (
+    LATENT_GGUF,
+    LATENT_TENSORS,
+    groups_from_gguf,
+    latent_from_gguf,
+    normalizes,
+)
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     integer,
     mapping,
@@ -85,6 +93,27 @@ def _rope(given: HFConfig, size: int, rotary: int) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in left_out}
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    """Few files say how queries grow; the model's makers let them grow as much as they usually do."""
+    if keys.whole("expert_gating_func", 0) not in (0, 1):
+        raise CheckpointError(f"{keys.architecture}.expert_gating_func is {keys('expert_gating_func')}; supported: 1")
+    original = keys.whole("rope.scaling.original_context_length", 0) or config["max_position_embeddings"]
+    if keys.whole("attention.temperature_length", 0) not in (0, original):
+        raise CheckpointError(
+            f"{keys.architecture}.attention.temperature_length is {keys('attention.temperature_length')}; supported: "
+            f"the original length, {original}"
+        )
+    beta = keys.number("attention.temperature_scale", _USUAL[_BETA])
+    found = {**latent_from_gguf(keys, config), **groups_from_gguf(keys)}
+    return {
+        **found,
+        "head_dim": found["qk_nope_head_dim"] + found["qk_rope_head_dim"],
+        "norm_topk_prob": normalizes(keys),
+        "rope_interleave": True,
+        "rope_scaling": {**(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"], _BETA: beta},
+    }
+
+
 MISTRAL4 = Family(
     model_type="mistral4",
     class_name="Mistral4ForCausalLM",
@@ -92,6 +121,13 @@ MISTRAL4 = Family(
     reads=_KEYS,
     limits={"hidden_act": SILU},
     names=replace(LATENT_NAMES, expert_stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("mistral4",),
+        config=_from_gguf,
+        reads=LATENT_GGUF | {"attention.temperature_length"},
+        windowed=False,
+        own_head_sizes=True,
+        tensors=LATENT_TENSORS,
+    ),
     architecture=latent_architecture,
 )
