@@ -147,11 +147,12 @@ def _calibrated(
     """Quantize layer after layer; the tensors besides the matrices that changed."""
     model = read_config(source.config)
     changed: dict[str, Tensor] = {}
+    stored = source.names()
     by_awq = recipe.method == "awq-int4"
 
     def change(layer: DecoderLayer, linears: Sequence[ObservedLinear]) -> DecoderLayer:
         if by_awq:
-            layer = _scale(model, layer, group, changed)
+            layer = _scale(model, layer, group, stored, changed)
         for linear in linears:
             if by_awq:
                 groups = awq.round_clipped(linear.weight, linear.hessian, group)
@@ -191,7 +192,9 @@ def _rows_of(groups: IntGroups, names: dict[str, int]) -> list[tuple[str, IntGro
     return found
 
 
-def _scale(model: ModelConfig, layer: DecoderLayer, group: int, changed: dict[str, Tensor]) -> DecoderLayer:
+def _scale(
+    model: ModelConfig, layer: DecoderLayer, group: int, stored: Collection[str], changed: dict[str, Tensor]
+) -> DecoderLayer:
     """AWQ's scales for one layer, folded into what comes before a matrix; norms go to `changed` as they will be stored.
 
     A scale can be folded only where nothing else reads what it divides, and where nothing between the two matrices
@@ -201,11 +204,11 @@ def _scale(model: ModelConfig, layer: DecoderLayer, group: int, changed: dict[st
 
     def behind_norm(part: str, name: str, linear: ObservedLinear) -> DecoderLayer:
         norm, bias = getattr(layer, f"{part}_norm"), getattr(layer, f"{part}_norm_bias")
-        if norm is None or model.one_norm:
+        at = f"{_layer_prefix(linear)}{name}"
+        if norm is None or model.one_norm or f"{at}.weight" not in stored:  # a norm may have no weights
             return layer
         scales = awq.search_scales(linear.weight, linear.hessian, linear.magnitude, group)
         linear.rescale_inputs(scales)
-        at = f"{_layer_prefix(linear)}{name}"
         changed[f"{at}.weight"] = norm / scales - model.norm_offset
         scaled = {f"{part}_norm": norm / scales}
         if bias is not None:
