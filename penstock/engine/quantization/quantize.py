@@ -148,34 +148,38 @@ def _calibrated(
     model = read_config(source.config)
     changed: dict[str, Tensor] = {}
     stored = source.names()
+    left = {name for name in stored if is_linear(name)}
     by_awq = recipe.method == "awq-int4"
+
+    def rounded(weight: Tensor, hessian: Tensor, tokens: int) -> IntGroups:
+        if by_awq:
+            return awq.round_clipped(weight, hessian, group)
+        return gptq(weight, hessian, tokens, group, symmetric=recipe.symmetric, act_order=recipe.act_order)
+
+    def write(name: str, rows: IntGroups) -> None:
+        left.discard(name)
+        base = name.removesuffix("weight")
+        tensors = writer.awq_tensors(base, rows) if by_awq else writer.gptq_tensors(base, rows)
+        for part, tensor in tensors.items():
+            out.add(part, tensor)
 
     def change(layer: DecoderLayer, linears: Sequence[ObservedLinear]) -> DecoderLayer:
         if by_awq:
             layer = _scale(model, layer, group, stored, changed)
         for linear in linears:
-            if by_awq:
-                groups = awq.round_clipped(linear.weight, linear.hessian, group)
-            else:
-                groups = gptq(
-                    linear.weight,
-                    linear.hessian,
-                    linear.tokens,
-                    group,
-                    symmetric=recipe.symmetric,
-                    act_order=recipe.act_order,
-                )
+            groups = rounded(linear.weight, linear.hessian, linear.tokens)
             linear.weight = groups.dense()
             for name, rows in _rows_of(groups, linear.names):
-                base = name.removesuffix("weight")
-                tensors = writer.awq_tensors(base, rows) if by_awq else writer.gptq_tensors(base, rows)
-                for part, tensor in tensors.items():
-                    out.add(part, tensor)
+                write(name, rows)
         return layer
 
     progress("calibrating", 0, model.num_layers)
     for done in calibrate(source, windows, change, device, threads):
         progress("calibrating", done, model.num_layers)
+    # What layers do not multiply their inputs with as it is stored (keys and values of latents): inputs count alike.
+    for name in sorted(left, key=layer_order):
+        weight = source.tensor(name, device).float()
+        write(name, rounded(weight, torch.eye(weight.shape[1], device=device), 0))
     return changed
 
 

@@ -146,6 +146,19 @@ def test_layers_of_every_kind_are_calibrated(family: str, tmp_path: Path) -> Non
         assert loss.divergence < limit * nearest.divergence, (method, loss, nearest)
 
 
+def test_matrices_that_are_not_multiplied_as_they_are_stored(tmp_path: Path) -> None:
+    """Those that make keys and values of latents: in the checkpoint all the same."""
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    source = write_checkpoint("deepseek-v2-lite", tmp_path / "source", spread=0.3, moe_intermediate_size=32, **sizes)
+    reference = scores(source, open_checkpoint(source))
+    nearest = distance(scores(source, RoundedCheckpoint(open_checkpoint(source), 32)), reference)
+    for method in ("gptq-int4", "awq-int4"):
+        make(source, tmp_path / method, Recipe(method, 32))  # type: ignore[arg-type]
+        checkpoint = open_checkpoint(tmp_path / method)
+        assert set(checkpoint.names()) == set(open_checkpoint(source).names())
+        assert distance(scores(source, checkpoint), reference).divergence < 1.05 * nearest.divergence, method
+
+
 @pytest.mark.parametrize("method", ["int8", "fp8", "gptq-int4", "awq-int4"])
 def test_what_is_written_loads_small_and_answers_as_its_values_do(method: str, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / method
