@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.adapters.spec import ADAPTER_FAILED, ADAPTER_UNKNOWN, NO_ADAPTERS
-from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, TOO_LONG, Delta
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, TOO_LONG, WAITED, Delta
 from penstock.protocol.errors import (
     ApiError,
     Draining,
@@ -34,6 +34,12 @@ def error_of(delta: Delta) -> ApiError:
         return adapter_error(message)
     if message.startswith(QUEUE_FULL):
         return Overloaded(message, retry_after=2.0)
+    if message.startswith(WAITED):
+        return Overloaded(
+            "Other requests kept the engine busy for longer than this one may wait; try again later.",
+            reason="queue_timeout",
+            retry_after=2.0,
+        )
     if message.startswith(GRAMMAR_REFUSED):
         return InvalidRequest(sentence(message), code="unsupported_grammar")
     if message.startswith(TOKENS_UNKNOWN):
