@@ -32,14 +32,14 @@ def error_of(delta: Delta) -> ApiError:
         return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
     if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
         return adapter_error(message)
-    if message.startswith(QUEUE_FULL):
-        return Overloaded(message, retry_after=2.0)
     if message.startswith(WAITED):
         return Overloaded(
             "Other requests kept the engine busy for longer than this one may wait; try again later.",
             reason="queue_timeout",
             retry_after=2.0,
         )
+    if message.startswith(QUEUE_FULL):
+        return Overloaded(message, retry_after=2.0)
     if message.startswith(GRAMMAR_REFUSED):
         return InvalidRequest(sentence(message), code="unsupported_grammar")
     if message.startswith(TOKENS_UNKNOWN):

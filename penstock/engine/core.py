@@ -247,7 +247,7 @@ class Engine:
         if batch is not None:
             self._launch(batch, now)
         for seq in self.scheduler.overdue(now):  # behind the schedule: what can begin at once is not too late
-            self._emission.finish(seq, "error", f"{WAITED}: other requests keep the engine busy")
+            self._emission.finish(seq, "error", WAITED)
         if len(self._in_flight) > self._depth_behind(batch):
             self._collect(self._in_flight.popleft())
         if batch is None and not self._in_flight and not self._emission.deltas:

@@ -24,8 +24,9 @@ EngineState = Literal["awake", "drowsy", "sleeping", "waking"]
 QUEUE_FULL = "the engine's queue is full"
 """How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
 
-WAITED = "the request waited longer than it may"
-"""How `Delta.error` begins when `Request.patience_s` was over before the request was begun."""
+WAITED = f"{QUEUE_FULL} for longer than this request may wait"
+"""How `Delta.error` begins when `Request.patience_s` was over before the request was begun. Gateways that do not know
+it see that too many wait."""
 
 TOKENS_UNKNOWN = "the request has unknown tokens"
 """How `Delta.error` begins when a prompt or a parameter has a token that the model, or its adapter, does not have."""
