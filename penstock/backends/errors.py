@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.adapters.spec import ADAPTER_FAILED, ADAPTER_UNKNOWN, NO_ADAPTERS
-from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, TOO_LONG, Delta
+from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, TOO_LONG, WAITED, Delta
 from penstock.protocol.errors import (
     ApiError,
     Draining,
@@ -32,6 +32,12 @@ def error_of(delta: Delta) -> ApiError:
         return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
     if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
         return adapter_error(message)
+    if message.startswith(WAITED):
+        return Overloaded(
+            "Other requests kept the engine busy for longer than this one may wait; try again later.",
+            reason="queue_timeout",
+            retry_after=2.0,
+        )
     if message.startswith(QUEUE_FULL):
         return Overloaded(message, retry_after=2.0)
     if message.startswith(GRAMMAR_REFUSED):

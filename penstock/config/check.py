@@ -21,6 +21,8 @@ from penstock.config.tree import Node
 from penstock.config.units import SHARE_HELP, SIZE_HELP, parse_share, parse_size
 
 _INVALID: Any = object()
+MOST_SHOWN = 80
+"""Characters of a wrong value that an error repeats: of a file that is no configuration, all may be one value."""
 
 
 class Checker:
@@ -191,7 +193,8 @@ def _shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return "a list"
-    return "nothing" if value is None else repr(value)
+    shown = "nothing" if value is None else repr(value)
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}…"
 
 
 def _unknown(key: str, allowed: list[str]) -> str:

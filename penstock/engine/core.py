@@ -42,6 +42,7 @@ from penstock.engine.lead import Lead
 from penstock.engine.parallel.restarts import RankRestarts
 from penstock.engine.recovery import Recovery
 from penstock.engine.request import (
+    WAITED,
     Delta,
     DeviceLoad,
     EngineInfo,
@@ -245,6 +246,8 @@ class Engine:
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch, now)
+        for seq in self.scheduler.overdue(now):  # behind the schedule: what can begin at once is not too late
+            self._emission.finish(seq, "error", WAITED)
         if len(self._in_flight) > self._depth_behind(batch):
             self._collect(self._in_flight.popleft())
         if batch is None and not self._in_flight and not self._emission.deltas:

@@ -24,6 +24,10 @@ EngineState = Literal["awake", "drowsy", "sleeping", "waking"]
 QUEUE_FULL = "the engine's queue is full"
 """How `Delta.error` begins when a request was refused only because too many wait: worth trying again."""
 
+WAITED = f"{QUEUE_FULL} for longer than this request may wait"
+"""How `Delta.error` begins when `Request.patience_s` was over before the request was begun. Gateways that do not know
+it see that too many wait."""
+
 TOKENS_UNKNOWN = "the request has unknown tokens"
 """How `Delta.error` begins when a prompt or a parameter has a token that the model, or its adapter, does not have."""
 TOO_LONG = "prompt is too long"
@@ -158,8 +162,8 @@ class Request:
     """False: without a token yet, it does not wait for an engine that is away, because another can answer; for routers
     too."""
     patience_s: float | None = None
-    """Seconds that it may wait for an engine that is away before its first token, where that is less than others wait;
-    for routers too."""
+    """Seconds that it may wait before it is begun: in the queue of an engine, which then refuses it unless it can begin
+    at once, and for an engine that is away, which is for routers. None: as long as others."""
     resumable_by: str = ""
     """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None

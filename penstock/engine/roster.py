@@ -148,6 +148,10 @@ class Roster:
         """Live sequences whose deadline has passed."""
         return self._deadlines.expired(now)
 
+    def overdue(self, now: float) -> list[Sequence]:
+        """Live sequences that should have begun by now and still wait."""
+        return self._deadlines.overdue(now)
+
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that stood aside, for an adapter or for blocks from disk, return to their places in the queue."""
         self._waiting.resume(sequences)

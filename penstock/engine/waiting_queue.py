@@ -7,7 +7,7 @@ behind it may go before it meanwhile. Its key says where it returns to.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from penstock.engine.request import EngineLoad
@@ -123,13 +123,15 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """The deadlines of live sequences. `len` counts entries, those of ended sequences included."""
+    """The deadlines of live sequences, and those by which they must have begun. `len` counts entries, those of ended
+    sequences included."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, tuple[float, int], Sequence]] = []
+        self._beginnings: list[tuple[float, tuple[float, int], Sequence]] = []
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._beginnings)
 
     @property
     def next(self) -> float | None:
@@ -139,18 +141,29 @@ class Deadlines:
     def add(self, seq: Sequence) -> None:
         if seq.deadline is not None:
             heapq.heappush(self._heap, (seq.deadline, seq.key, seq))
+        patience_s = seq.request.patience_s
+        if patience_s is not None and not seq.request.produced:
+            heapq.heappush(self._beginnings, (seq.arrived + patience_s, seq.key, seq))
 
     def expired(self, now: float) -> list[Sequence]:
         """Live sequences whose deadline has passed; each is returned once."""
-        late: list[Sequence] = []
-        while self._heap and self._heap[0][0] <= now:
-            seq = heapq.heappop(self._heap)[2]
-            if not seq.finished:
-                late.append(seq)
-        return late
+        return [seq for seq in _due(self._heap, now) if not seq.finished]
+
+    def overdue(self, now: float) -> list[Sequence]:
+        """Live sequences that should have begun by now and have not; each is returned once."""
+        return [seq for seq in _due(self._beginnings, now) if not seq.finished and seq.first_scheduled is None]
 
     def tidy(self, most: int) -> None:
-        """Drop ended sequences when there are more than `most` entries."""
+        """Drop ended sequences when there are more than `most` entries of either kind."""
         if len(self._heap) > most:
             self._heap = [entry for entry in self._heap if not entry[2].finished]
             heapq.heapify(self._heap)
+        if len(self._beginnings) > most:
+            self._beginnings = [entry for entry in self._beginnings if not entry[2].finished]
+            heapq.heapify(self._beginnings)
+
+
+def _due(heap: list[tuple[float, tuple[float, int], Sequence]], now: float) -> Iterator[Sequence]:
+    """Takes out the entries whose time has come."""
+    while heap and heap[0][0] <= now:
+        yield heapq.heappop(heap)[2]

@@ -336,7 +336,7 @@ class Dispatcher:
             self.counts.failovers += 1
             return True
         if isinstance(error, Overloaded | ModelAsleep):
-            return others and self._retry()
+            return others and not flight.impatient(self._clock()) and self._retry()
         if isinstance(error, EngineUnavailable):
             flight.losses += 1
             if member.lost():
@@ -389,11 +389,7 @@ class Dispatcher:
                 return
         now = self._clock()
         patience = self._resilience.resume_s if flight.begun else self._resilience.park_s
-        if (
-            not flight.begun
-            and flight.request.patience_s is not None
-            and now > flight.began_at + flight.request.patience_s
-        ):
+        if flight.impatient(now):
             refusal = EngineUnavailable(
                 "No replica of this model is up, and this request waits no longer; try again.", reason="queue_timeout"
             )

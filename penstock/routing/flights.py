@@ -63,7 +63,10 @@ class Flight:
         if timeout_s is not None:
             timeout_s = max(timeout_s - (now - self.began_at), 0.001)
         if not self.begun:
-            return replace(request, timeout_s=timeout_s)
+            patience_s = request.patience_s
+            if patience_s is not None:
+                patience_s = max(patience_s - (now - self.began_at), 0.0)
+            return replace(request, timeout_s=timeout_s, patience_s=patience_s)
         if params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # delivered with the first token
         # An interrupted stream goes before requests that have not started.
@@ -74,6 +77,11 @@ class Flight:
             produced=list(self.produced),
             priority=request.priority - 1,
         )
+
+    def impatient(self, now: float) -> bool:
+        """Whether it has waited for its first token as long as it may."""
+        patience_s = self.request.patience_s
+        return not self.begun and patience_s is not None and now > self.began_at + patience_s
 
     def deliver(self, delta: Delta) -> None:
         """Passes on a replica's delta."""

@@ -160,6 +160,11 @@ def test_mistakes_are_explained(text: str, expected: str) -> None:
     assert expected in error_of(text)
 
 
+def test_a_wrong_value_is_repeated_only_in_part() -> None:
+    shown = error_of("server: " + "secret " * 100)
+    assert "found 'secret secret" in shown and shown.endswith("…") and len(shown) < 200
+
+
 def test_a_bad_variable_or_flag_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"PENSTOCK_SERVER__PORT: server.port: expected a whole number"):
         load(environ={"PENSTOCK_SERVER__PORT": "x"})

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.backends.errors import error_of
 from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
+from penstock.protocol.errors import Overloaded
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
@@ -131,6 +133,35 @@ def test_deadlines_are_enforced_while_waiting_and_while_running(engine: Engine) 
     output = engine.step()
     assert output is not None
     assert {d.request_id: d.finish_reason for d in output.deltas if d.finish_reason} == {"a": "timeout", "b": "timeout"}
+    assert_idle(engine)
+
+
+def test_what_may_not_wait_is_refused_unless_it_can_begin_at_once(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, num_blocks=128, token_budget=64, max_running=2)
+    now = 0.0
+    engine.clock = lambda: now
+    params = SamplingParams(max_tokens=500, temperature=0.0)
+    impatient = SamplingParams(max_tokens=3, temperature=0.0)
+    engine.submit(Request("alone", prompt(10), impatient, patience_s=0.0))
+    assert {d.request_id: d.finish_reason for d in drain(engine) if d.finish_reason} == {"alone": "length"}
+    for i in range(2):
+        engine.submit(Request(f"long{i}", prompt(10, seed=i), params))
+    while engine.load_snapshot().waiting:
+        engine.step()
+    engine.submit(Request("resumed", prompt(10), impatient, produced=[5], patience_s=1.0))
+    engine.submit(Request("late", prompt(10), impatient, patience_s=1.0))
+    engine.submit(Request("patient", prompt(10), impatient))
+    ended = {}
+    for now in (0.5, 0.9, 1.5, 1.6):
+        output = engine.step()
+        ended |= {} if output is None else {d.request_id: d for d in output.deltas if d.finish_reason}
+        assert ("late" in ended) == (now > 1.0)
+    assert set(ended) == {"late"} and ended["late"].finish_reason == "error"
+    refused = error_of(ended["late"])
+    assert isinstance(refused, Overloaded) and refused.reason == "queue_timeout" and refused.retry_after
+    for i in range(2):
+        engine.abort(f"long{i}")
+    assert {d.request_id for d in drain(engine) if d.finish_reason == "length"} >= {"resumed", "patient"}
     assert_idle(engine)
 
 

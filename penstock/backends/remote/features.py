@@ -47,12 +47,17 @@ STANDARD = frozenset(
     )
 )
 """Fields of OpenAI's own API."""
+SWITCHES = ("enable_thinking", "thinking", "reasoning")
+"""Fields that say whether a model is to think; the last two may have a budget too."""
+BUDGETS = (
+    *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
+    *("thinking_budget_tokens", "reasoning_budget"),
+)
+"""Fields that say how many tokens it may think."""
 ADVICE = frozenset(
     (
         *("user", "safety_identifier", "metadata", "service_tier", "priority", "prompt_cache_key", "cache_salt"),
-        *("store", "speculation", "reasoning_effort", "verbosity", "reasoning", "thinking", "enable_thinking"),
-        *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
-        *("thinking_budget_tokens", "reasoning_budget"),
+        *("store", "speculation", "reasoning_effort", "verbosity", *SWITCHES, *BUDGETS),
     )
 )
 """Fields that do not change what may be answered."""
@@ -107,6 +112,7 @@ def fit(body: Mapping[str, Any], known: frozenset[str] | None) -> Fit:
     """Sorts the fields of a request by what a dialect knows; None: it is told all of them."""
     if known is None:
         return Fit(dict(body))
+    body = _in_known_words(body, known)
     kept: dict[str, Any] = {}
     refused, ignored = [], []
     for name, value in body.items():
@@ -119,6 +125,39 @@ def fit(body: Mapping[str, Any], known: frozenset[str] | None) -> Fit:
         else:
             refused.append(name)
     return Fit(kept, tuple(refused), tuple(ignored))
+
+
+def _in_known_words(body: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Clients have many words for how much a model is to think. Those that a dialect does not know are replaced by
+    those that it does, where these say the same."""
+    found = dict(body)
+    for word in (*SWITCHES, *BUDGETS):
+        said = body.get(word)
+        if word in known or said is None:
+            continue
+        parts = said if isinstance(said, dict) else {}
+        switch = said if word == "enable_thinking" else parts.get("enabled", _TYPES.get(parts.get("type", "")))
+        budget = said if word in BUDGETS else parts.get("max_tokens", parts.get("budget_tokens"))
+        budget = None if budget == -1 else budget
+        told = []
+        if budget is not None:
+            told.append("thinking_budget" in known)
+            if told[0]:
+                found["thinking_budget"] = budget
+        if switch is not None and "enable_thinking" in known:
+            told.append(True)
+            found["enable_thinking"] = switch
+        elif switch is False and "thinking" in known:
+            told.append(True)
+            found["thinking"] = {"type": "disabled"}
+        elif switch is not None:
+            told.append(switch and budget is not None)  # a budget says it too
+        if told and all(told):
+            del found[word]
+    return found
+
+
+_TYPES = {"enabled": True, "disabled": False}
 
 
 def _is_neutral(name: str, value: Any) -> bool:

@@ -16,6 +16,7 @@ from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.cors import Cors
 from penstock.gateway.app.data_rules import request_demand
 from penstock.gateway.app.decisions import audit_entries
+from penstock.gateway.app.dialects import dialect_of
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange, Receive, Send, StalledReader
@@ -213,6 +214,7 @@ class App:
     async def _answer_unrouted(self, exchange: Exchange) -> None:
         exchange.route = "unknown"
         path = exchange.path
+        exchange.dialect = dialect_of(path)
         methods = ", ".join(self._router.methods_of(path))
         where = f"{exchange.method[:16]} {path[:256]}"
         if methods:

@@ -120,6 +120,15 @@ ANTHROPIC = AnthropicDialect()
 OLLAMA = OllamaDialect()
 LLAMA_CPP = LlamaCppDialect()
 TGI = TgiDialect()
+
+
+def dialect_of(path: str) -> Dialect:
+    """The format of a path that no endpoint has: that of the clients that would ask there."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return ANTHROPIC
+    return OLLAMA if path.startswith("/api/") else OPENAI
+
+
 _ACTED_UPON = ("thread_unsupported_request",)
 """Error codes on which clients of the Messages API do something else than report the error."""
 _SAME = ("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error")

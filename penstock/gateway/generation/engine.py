@@ -236,7 +236,7 @@ class EngineGeneration(Generation):
             if first and self.spec.time_limit_s is not None and self._submitted_at is not None:
                 left = self._submitted_at + self.spec.time_limit_s - time.monotonic()
                 request = self._requests[index] = dataclasses.replace(request, timeout_s=max(left, 0.0))
-            if self.spec.first_token_by is not None:
+            if self.spec.first_token_by is not None and not index:  # the others may begin later
                 left = max(self.spec.first_token_by - time.monotonic(), 0.0)
                 request = self._requests[index] = dataclasses.replace(request, patience_s=left)
             if self.pools is not None:

@@ -370,6 +370,7 @@ class RemoteGeneration(Generation):
             piece = self._kept(choice.read(sent))
             if tokens:
                 self._observe_tokens(choice, tokens, arrived.at)
+            if sent.delta.content:
                 self._check_followed(sent.logprobs is None)
             if self._record is not None:
                 self._record[index].append(sent)
@@ -385,7 +386,8 @@ class RemoteGeneration(Generation):
         return piece
 
     def _check_followed(self, without_logprobs: bool) -> None:
-        """At the first token: a server that ignores `logprobs` has done so by now."""
+        """At the first text of an answer, as thoughts and calls have none: a server that ignores `logprobs` has done
+        so by now."""
         if self.spec.logprobs and without_logprobs and self.spec.missing is not None and not self._told:
             self._told = True
             self.spec.missing("logprobs")

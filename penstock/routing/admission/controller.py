@@ -134,15 +134,16 @@ class Ticket:
 
     async def wait(self, within: float | None = None) -> bool:
         """Waits until the request may run; False after `within` seconds. Raises when it will never run."""
-        left = self._entry.arrived + self._patience - time.monotonic()
-        if not self._outcome.done() and self._error is None:
-            timeout = max(left if within is None else min(within, left), 0.0)
-            await asyncio.wait((self._outcome,), timeout=timeout)
+        until = self._entry.arrived + self._patience
+        asked = until if within is None else time.monotonic() + within
+        # The timers of uvloop may fire a millisecond too early.
+        while not self._outcome.done() and self._error is None and (left := min(until, asked) - time.monotonic()) > 0:
+            await asyncio.wait((self._outcome,), timeout=left)
         if self._error is not None:
             raise self._error
         if self._look():
             return True
-        if self._entry.arrived + self._patience > time.monotonic():
+        if asked < until:
             return False
         self.close()
         raise self._controller.refusal(self._entry, "queue_timeout")

@@ -175,6 +175,29 @@ async def test_a_refusal_is_a_filtered_answer() -> None:
         assert (await ask(server)).reason == "content_filter"
 
 
+@pytest.mark.parametrize(
+    ("said", "sent", "ignored"),
+    [
+        ({"enable_thinking": False}, {"type": "disabled"}, ()),
+        ({"reasoning": {"enabled": False}}, {"type": "disabled"}, ()),
+        ({"reasoning": {"max_tokens": 2000}}, {"type": "enabled", "budget_tokens": 2000}, ()),
+        ({"reasoning": {"enabled": True, "max_tokens": 2000}}, {"type": "enabled", "budget_tokens": 2000}, ()),
+        ({"max_reasoning_tokens": 2000}, {"type": "enabled", "budget_tokens": 2000}, ()),
+        ({"reasoning_budget": 0}, {"type": "disabled"}, ()),
+        ({"reasoning_budget": -1}, None, ("reasoning_budget",)),
+        ({"enable_thinking": True}, None, ("enable_thinking",)),
+    ],
+)
+async def test_other_words_for_how_much_it_thinks(
+    said: dict[str, Any], sent: dict[str, Any] | None, ignored: tuple[str, ...]
+) -> None:
+    async with scripted(Reply(TEXT)) as there, client(there, "anthropic") as server:
+        fits = server.fit({"messages": CONVERSATION[:2], **said})
+        assert fits.ignored == ignored and not fits.refused
+        await ask(server, **fits.body)
+        assert there.asked[-1].json.get("thinking") == sent
+
+
 async def test_what_it_cannot_express() -> None:
     async with scripted(Reply(TEXT)) as there, client(there, "anthropic") as server:
         body = {

@@ -48,6 +48,27 @@ def last(reason: str = "stop", **fields: Any) -> dict[str, Any]:
 TEXT = ndjson(line("Hé"), line("llo 日本"), last())
 
 
+@pytest.mark.parametrize(
+    ("said", "sent", "ignored"),
+    [
+        ({"thinking": {"type": "disabled"}}, False, ()),
+        ({"thinking": {"type": "enabled"}}, True, ()),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, True, ("thinking",)),
+        ({"thinking": {"type": "adaptive"}}, None, ("thinking",)),
+        ({"reasoning": {"enabled": False}}, False, ()),
+        ({"thinking_budget": 5}, None, ("thinking_budget",)),
+    ],
+)
+async def test_other_words_for_whether_it_thinks(
+    said: dict[str, Any], sent: bool | None, ignored: tuple[str, ...]
+) -> None:
+    async with scripted(Reply(TEXT, headers=NDJSON)) as there, client(there, "ollama") as server:
+        fits = server.fit({"messages": [{"role": "user", "content": "hi"}], **said})
+        assert fits.ignored == ignored and not fits.refused
+        await ask(server, **fits.body)
+        assert there.asked[-1].json.get("think") is sent
+
+
 async def test_a_chat_with_thoughts_and_logprobs() -> None:
     odds = {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169], "top_logprobs": [{"token": "Hi", "logprob": -1.0}]}
     stream = ndjson(line("", thinking="Hm."), {**line("Hé"), "logprobs": [odds]}, line("llo 日本"), last("length"))

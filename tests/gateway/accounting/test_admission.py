@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
@@ -123,6 +124,28 @@ async def test_whoever_waits_too_long_or_finds_the_queue_full_is_told_when_to_re
         assert len(engine.seen) == 2
         assert await running.metric(shed + '"queue_timeout"}') == 2
         assert await running.metric('penstock_rejections_total{reason="queue_timeout"}') == 2
+
+
+async def test_a_stream_that_waited_too_long_is_refused_with_a_status_also_when_timers_fire_early(
+    serving: Serving, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of uvloop do, on which gateways run."""
+    wait = asyncio.wait
+
+    async def early(awaited: Any, **more: Any) -> Any:
+        if more.get("timeout") is not None:
+            more["timeout"] *= 0.9
+        return await wait(awaited, **more)
+
+    monkeypatch.setattr(asyncio, "wait", early)
+    engine = held(text)
+    async with serving(engine, admission=one_at_a_time(wait_s=0.3)) as running:
+        first = asyncio.create_task(running.chat())
+        await eventually(lambda: len(engine.seen) == 1)
+        reply = await running.chat(stream=True)
+        assert (reply.status_code, reply.headers.get("x-penstock-reason")) == (503, "queue_timeout")
+        engine.hold = False
+        await first
 
 
 async def test_a_client_that_leaves_the_queue_never_reaches_the_engine(serving: Serving, text: TextModel) -> None:

@@ -41,6 +41,16 @@ async def test_what_is_left_of_the_first_tokens_target_goes_with_the_request(
         assert first is not None and 0 < first < 900 and second is None
 
 
+async def test_only_the_first_of_several_choices_must_begin_in_time(serving: Serving, text: TextModel) -> None:
+    engine = ScriptedEngine(text)
+    async with serving(engine) as running:
+        sent = {**CHAT, "n": 3}
+        reply = await running.client.post("/v1/chat/completions", json=sent, headers={"x-slo-ttft-ms": "900000"})
+        assert reply.status_code == 200
+        first, *others = (request.patience_s for request in engine.seen)
+        assert first is not None and others == [None, None]
+
+
 @pytest.mark.parametrize("sent", ["soon", "0", "-5", "inf", "nan", ""])
 async def test_what_is_no_target_is_refused(serving: Serving, text: TextModel, sent: str) -> None:
     engine = ScriptedEngine(text)

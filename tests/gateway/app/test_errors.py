@@ -306,6 +306,13 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert reply.status_code == 405
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"
+        for path, status in (("/v1/messages", 405), ("/v1/messages/nothing", 404)):
+            reply = await gateway.client.get(path)
+            assert reply.status_code == status and reply.headers["request-id"] == reply.headers["x-request-id"]
+            assert reply.json()["type"] == "error" and isinstance(reply.json()["error"]["message"], str)
+        for path, status in (("/api/chat", 405), ("/api/nothing", 404)):
+            reply = await gateway.client.get(path)
+            assert reply.status_code == status and isinstance(reply.json()["error"], str), "in Ollama's form"
         assert (await gateway.client.delete("/v1/models")).status_code == 405
         assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, HEAD, POST", "all of them"
         reply = await gateway.client.get("/v1/files/?a=b", headers={"host": "localhost:1"})

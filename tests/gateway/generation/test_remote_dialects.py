@@ -102,6 +102,8 @@ async def test_what_a_dialect_has_not_is_refused_or_named(serving: Serving, dial
         assert refused.json()["error"]["code"] == "unsupported_parameter" and dialect in refused.text
         named = await front.chat(model="far", ignore_eos=False, chat_template_kwargs={})
         assert named.status_code == 200 and "ignore_eos" in named.headers["x-penstock-ignored"]
+        plain = await front.client.post("/v1/responses", json={"model": "far", "input": "hi", "store": False})
+        assert plain.status_code == 200 and "x-penstock-ignored" not in plain.headers
 
 
 @pytest.mark.parametrize("dialect", ["penstock"])

@@ -302,6 +302,17 @@ async def test_what_a_server_ignores_is_named(serving: Serving, text: TextModel)
         assert reply.status_code == 200 and "logprobs" in reply.headers["x-penstock-ignored"]
 
 
+async def test_logprobs_of_an_answer_behind_a_thought_are_not_named_as_ignored(
+    serving: Serving, text: TextModel
+) -> None:
+    async with worlds(serving, text) as it:
+        it.wire.thoughts = "hmm"
+        reply = await it.front.chat(model="wire", logprobs=True)
+        assert reply.json()["choices"][0]["message"]["reasoning_content"] == "hmm"
+        assert reply.json()["choices"][0]["logprobs"]["content"], "the thought has none"
+        assert "x-penstock-ignored" not in reply.headers
+
+
 async def test_a_server_that_reports_no_usage_is_counted_by_its_tokenizer(serving: Serving, text: TextModel) -> None:
     async with worlds(serving, text) as it:
         it.wire.usage = False

@@ -106,7 +106,7 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage], too
         tool_choice=tools.choice(request.tool_choice),
         parallel_tool_calls=None if definitions is None else request.parallel_tool_calls,
         response_format=wanted or request.response_format,
-        logprobs=LOGPROBS in (request.include or ()),
+        logprobs=True if LOGPROBS in (request.include or ()) else None,
         top_logprobs=request.top_logprobs,
         rag=request.rag,
         **{name: getattr(request, name) for name in THINKING},
