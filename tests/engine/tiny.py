@@ -131,6 +131,15 @@ NEMOTRON_H_MOE: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 36, "moe_shared_expert_intermediate_size": 52,
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
+QWEN4_EXP: dict[str, Any] = {
+    **{key: value for key, value in HYBRID.items() if key != "num_hidden_layers"}, "num_hidden_layers": 5,
+    "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    "hc_count": 3, "hc_lowrank": 10, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 12,
+    "indexer_budget": 24, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ple_embed_dim": 48,
+    "heads_per_ngram": 4, "ngram_vocab_size_base": 100, "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 3, "eos_token_id": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                                  "partial_rotary_factor": 0.25},
+}  # fmt: skip
 CONV = "conv"
 LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV]}
 LFM2_MOE: dict[str, Any] = {
@@ -551,6 +560,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen4-exp": ("Qwen4ExpTextConfig", QWEN4_EXP),
+    "qwen4-exp-plain": (
+        "Qwen4ExpTextConfig",
+        {
+            **QWEN4_EXP,
+            "ple_layer_ids": None,
+            "output_gate_type": "sigmoid",
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "indexer_compress_ratio": 12,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -604,6 +625,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
+            elif key.endswith("ple.conv1d.weight"):
+                parameter.normal_(0, 0.5)
             elif key.endswith(("_hc.base", "hc_head.hc_base")):
                 parameter.normal_(0, 0.5)
             else:

@@ -145,9 +145,60 @@ class StreamsConfig:
     """Several residual streams, mixed before and behind every part of a layer (hyper-connections)."""
 
     count: int
-    rounds: int
-    """How often rows and columns of a mixing matrix are scaled to sum to one."""
-    eps: float
+    rounds: int = 0
+    """How often rows and columns of a mixing matrix are scaled to sum to one; 0: streams are not mixed."""
+    eps: float = 0.0
+    rank: int = 0
+    """Of the gates that streams are read through; 0: they are added up with one weight each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexConfig:
+    """Attention to blocks of tokens that an indexer chooses (QSA): see `BlockIndexLayout`."""
+
+    heads: int
+    dim: int
+    rate: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class NgramConfig:
+    """N-gram embeddings: see `layers.ngrams`."""
+
+    layers: tuple[int | None, ...]
+    """Of each layer, which of those with n-grams it is; None: it has none."""
+    size: int
+    """Tokens of the longest n-gram."""
+    heads: int
+    """Of n-grams of each length."""
+    width: int
+    """Numbers that a layer is told of a token, by all heads."""
+    rows: int
+    """Rows of the table that a head has at least."""
+    multiple: int
+    """What the rows of all heads are filled up to a multiple of."""
+    seed: int
+    end: int
+    """The id of the token that ends a text."""
+    taps: int
+    """Of the convolution."""
+    parts: int
+    """Tensors that a checkpoint may have in place of one table."""
+
+    @property
+    def before(self) -> int:
+        """Tokens before each that belong to its n-grams."""
+        return self.size - 1
+
+    @property
+    def reach(self) -> int:
+        """Tokens before each that its convolution sees."""
+        return (self.taps - 1) * self.size
+
+    @property
+    def all_heads(self) -> int:
+        return self.before * self.heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +215,8 @@ class DeltaConfig:
     """Width of the causal convolution."""
     grouped: bool
     """Whether the checkpoint stores projections by key head; see `DeltaLayout`."""
+    sigmoid_gate: bool = False
+    """Whether output gates are sigmoids, not SiLUs."""
 
     def __post_init__(self) -> None:
         if self.v_heads % self.k_heads:
@@ -345,6 +398,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     compression: CompressionConfig | None = None
     streams: StreamsConfig | None = None
+    block_index: BlockIndexConfig | None = None
+    ngrams: NgramConfig | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False

@@ -51,12 +51,15 @@ from penstock.engine.backends.interface import (
     Pointwise,
     ShortConvWeights,
 )
+from penstock.engine.backends.reference import delta as plain_delta
+from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
+from penstock.engine.backends.reference.single_tokens import one_by_one
 
 log = logging.getLogger(__name__)
 
 
-class TritonOps(LatentOps, PlainCompression):
+class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
     """See `Ops`."""
 
     wide_stream = False
@@ -243,6 +246,8 @@ class TritonOps(LatentOps, PlainCompression):
         conv_cache: Tensor,
         state_cache: Tensor,
     ) -> Tensor:
+        if layout.sigmoid_gate:  # the kernels gate with SiLU
+            return self._plain_delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
         return delta.delta_net(
             projected,
             gates,
@@ -256,6 +261,22 @@ class TritonOps(LatentOps, PlainCompression):
             fixed=self.batch_invariant,
             pdl=self.pdl,
         )
+
+    def _plain_delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        def layer(parts: list[Tensor], batch: AttentionBatch, conv: Tensor, state: Tensor) -> Tensor:
+            return plain_delta.delta_net(parts[0], parts[1], layout, weights, batch, conv, state)
+
+        run = one_by_one if self.batch_invariant else lambda layer, *inputs: layer(*inputs)
+        return run(layer, [projected, gates], batch, conv_cache, state_cache)
 
     def mamba(
         self,

@@ -25,6 +25,8 @@ class DeltaLayout:
     """Whether a row of projections is ordered by key head, each with its query, key, values and output gates, and the
     row of gates likewise with the update rates and decays of its value heads; else all queries come first, then all
     keys, values and output gates."""
+    sigmoid_gate: bool = False
+    """Whether output gates are sigmoids, not SiLUs."""
 
     @property
     def channels(self) -> int:

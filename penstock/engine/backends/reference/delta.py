@@ -72,7 +72,8 @@ def delta_net(
             _run(heads.of(begin, end), int(states.reads[begin]), writes[begin:end], state_cache, out[begin:end])
         begin = max(end, begin + 1)
     normed = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
-    gated = normed * F.silu(z.view_as(out).float())
+    z = z.view_as(out).float()
+    gated = normed * (z.sigmoid() if layout.sigmoid_gate else F.silu(z))
     return gated.view(tokens, -1).to(projected.dtype)
 
 

@@ -18,11 +18,12 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import delta, latent, mamba, short_conv
+from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
 
 
-class PlainMixers(PlainIndexing, PlainCompression):
+class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
     """See `Ops`."""
 
     def latent_attention(

@@ -80,6 +80,7 @@ from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
+from penstock.engine.models.families.qwen4_exp import QWEN4_EXP
 from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
@@ -195,6 +196,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA4,
         GEMMA4_UNIFIED,
         MISTRAL4,
+        QWEN4_EXP,
     )
 }
 """By `model_type`."""
