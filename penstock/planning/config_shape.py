@@ -20,9 +20,11 @@ from penstock.engine.models.model_config import (
     ModelConfig,
     ShortConvConfig,
 )
+from penstock.engine.models.ngram_hash import table_rows
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.compression import Compression
+from penstock.planning.gated_streams import GatedStreams
 from penstock.planning.quantized_form import stored_form
 from penstock.planning.shape import Delta, LayerHeads, Mamba, Mla, ModelShape, Moe, ShortConv
 
@@ -103,6 +105,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         mamba=None if model.mamba is None else _mamba(model.mamba),
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
         compression=None if model.compression is None else _compression(model, model.compression),
+        gated_streams=_gated_streams(model),
         only=model.only,
         gate=has_gate(model.activation),
         activation_numbers=2 if isinstance(model.activation, Xielu) else 0,
@@ -128,6 +131,26 @@ def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:
         index_dim=shape.index_dim,
         most=shape.most,
         streams=1 if model.streams is None else model.streams.count,
+    )
+
+
+def _gated_streams(model: ModelConfig) -> GatedStreams | None:
+    streams, index, ngrams = model.streams, model.block_index, model.ngrams
+    if streams is None or index is None or ngrams is None:
+        return None
+    tables = (0 if one is None else table_rows(ngrams, one) for one in ngrams.layers)
+    return GatedStreams(
+        count=streams.count,
+        rank=streams.rank,
+        index_heads=index.heads,
+        index_dim=index.dim,
+        rate=index.rate,
+        tables=tuple(tables),
+        told=ngrams.width,
+        row=ngrams.width // ngrams.all_heads,
+        taps=ngrams.taps,
+        before=ngrams.before,
+        reach=ngrams.reach,
     )
 
 

@@ -228,6 +228,9 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
     index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
     keys = round(index * deployment.block_size * deployment.weights.dense_bytes)
+    if shape.gated_streams is not None:
+        attending, dense = shape.attended_in(first, last), deployment.weights.dense_bytes
+        keys += shape.gated_streams.block_bytes(attending, deployment.block_size, dense)
     return round(elements * deployment.block_size * deployment.kv_bytes) + keys
 
 

@@ -132,10 +132,11 @@ NEMOTRON_H_MOE: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
 QWEN4_EXP: dict[str, Any] = {
-    **{key: value for key, value in HYBRID.items() if key != "num_hidden_layers"}, "num_hidden_layers": 5,
+    **{key: value for key, value in HYBRID.items() if key != "full_attention_interval"}, "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
     "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
     "hc_count": 3, "hc_lowrank": 10, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 12,
-    "indexer_budget": 24, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ple_embed_dim": 48,
+    "indexer_budget": 24, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 2], "ple_embed_dim": 48,
     "heads_per_ngram": 4, "ngram_vocab_size_base": 100, "make_ngram_vocab_size_divisible_by": 16,
     "split_ngram_parts": 3, "eos_token_id": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                                   "partial_rotary_factor": 0.25},
@@ -565,6 +566,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen4ExpTextConfig",
         {
             **QWEN4_EXP,
+            "layer_types": None,
+            "full_attention_interval": 2,
             "ple_layer_ids": None,
             "output_gate_type": "sigmoid",
             "norm_topk_prob": False,

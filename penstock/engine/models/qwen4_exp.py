@@ -3,7 +3,6 @@ are told of the last tokens by their ids."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +17,10 @@ from penstock.engine.models.layers.block_attention import BlockAttention, BlockI
 from penstock.engine.models.layers.experts import StepTokens
 from penstock.engine.models.layers.gated_streams import GatedStreams
 from penstock.engine.models.layers.mixer import TokenMixer
-from penstock.engine.models.layers.ngrams import NgramInput, NgramTable, head_sizes, multipliers
+from penstock.engine.models.layers.ngrams import NgramInput, NgramTable
 from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import NgramConfig
+from penstock.engine.models.ngram_hash import head_sizes, multipliers, table_rows
 from penstock.engine.models.qwen3_next import compose_delta_net, gated_attention_parts
 
 MIXER_STREAMS, FEED_FORWARD_STREAMS, LAST_STREAMS = (
@@ -179,7 +179,6 @@ def _table(context: LayerContext, ngrams: NgramConfig) -> NgramTable:
     index = ngrams.layers[context.index]
     assert index is not None
     sizes = head_sizes(ngrams, index)
-    rows = math.ceil(sum(sizes) / ngrams.multiple) * ngrams.multiple
     offsets = [sum(sizes[:head]) for head in range(len(sizes))]
 
     def numbers(name: str, computed: list[int]) -> Tensor:
@@ -191,7 +190,7 @@ def _table(context: LayerContext, ngrams: NgramConfig) -> NgramTable:
 
     width = ngrams.width // ngrams.all_heads
     return NgramTable(
-        parts=read.host_rows(f"{at}ngram_embedding", rows, width, ngrams.parts),
+        parts=read.host_rows(f"{at}ngram_embedding", table_rows(ngrams, index), width, ngrams.parts),
         factors=numbers("layer_multipliers", multipliers(ngrams, context.config.vocab_size, index)),
         sizes=numbers("ngram_heads_vocab_sizes", sizes),
         offsets=numbers("ngram_heads_offsets", offsets),

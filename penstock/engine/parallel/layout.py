@@ -84,7 +84,10 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             "token, which stages do not pass on; use tensor_parallel"
         )
     if model.moe is not None and model.moe.hashed:
-        _check_hashed(model.moe.hashed, tensor, pipeline)
+        _check_known(model.moe.hashed, "choose experts by token ids", tensor, pipeline)
+    if model.ngrams is not None:
+        told = tuple(one is not None for one in model.ngrams.layers)
+        _check_known(told, "look up n-grams of token ids", tensor, pipeline)
     index = None if model.latent is None else model.latent.index
     for stage in range(pipeline) if index is not None else ():
         begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
@@ -95,13 +98,13 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             )
 
 
-def _check_hashed(hashed: tuple[bool, ...], tensor: int, pipeline: int) -> None:
-    """Stages behind the first one are sent streams, not tokens."""
-    begin, end = layer_span(len(hashed), Place(0, tensor, pipeline))
-    if any(hashed[end:]):
+def _check_known(layers: tuple[bool, ...], use: str, tensor: int, pipeline: int) -> None:
+    """Stages behind the first one are sent streams, not tokens. `layers`: which of them `use` tokens."""
+    begin, end = layer_span(len(layers), Place(0, tensor, pipeline))
+    if any(layers[end:]):
         raise ConfigError(
-            f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones choose "
-            "experts by token ids, which only the first stage knows; use fewer stages"
+            f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones {use}, "
+            "which only the first stage knows; use fewer stages"
         )
 
 
@@ -212,6 +215,9 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             chosen=compression.chosen[first:last],
             output_groups=compression.output_groups // parts,
         )
+    ngrams = model.ngrams
+    if ngrams is not None:
+        ngrams = dataclasses.replace(ngrams, layers=ngrams.layers[first:last])
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -230,6 +236,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         mamba=mamba,
         short_conv=short,
         compression=compression,
+        ngrams=ngrams,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

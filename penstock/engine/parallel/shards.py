@@ -38,6 +38,7 @@ from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
+from penstock.engine.models.qwen4_exp import NGRAMS
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
@@ -171,8 +172,8 @@ class Cuts:
             return self._sinks
         if self._gate and self._gate in name:
             return WHOLE if self.place.data else self._gate_cut
-        if f".{POOL}" in name:
-            return WHOLE  # entries and what chooses them are the same for all heads
+        if f".{POOL}" in name or f".{NGRAMS}" in name:
+            return WHOLE  # entries and what chooses them are the same for all heads; n-grams belong to the streams
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]

@@ -100,6 +100,7 @@ def test_ranks_give_the_output_of_one_device(
         pytest.param("olmo", (*ATTENTION, "up_proj"), marks=pytest.mark.slow),
         pytest.param("afmoe", ("q_proj", "gate_proj", "o_proj"), marks=pytest.mark.slow),
         pytest.param("minicpm3", ("q_b_proj", "o_proj", "up_proj"), marks=pytest.mark.slow),
+        pytest.param("qwen4-exp", (*ATTENTION, "out_proj"), marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_equals_merging_it(
