@@ -33,6 +33,7 @@ OTHERS = (
     "lfm2",
     "lfm2-moe",
     "deepseek-v4",
+    "qwen4-exp",
 )
 
 

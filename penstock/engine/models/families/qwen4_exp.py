@@ -55,14 +55,16 @@ def _fields(raw: HFConfig) -> ConfigFields:
     streams = StreamsConfig(integer(raw, "hc_count"), rank=integer(raw, "hc_lowrank"))
     if streams.count < 2:
         raise CheckpointError(f"hc_count is {streams.count}; these models have several residual streams")
-    recurrent = fields["delta"].layers
+    ngrams = _ngrams(raw, fields["delta"].layers)
     return {
         **fields,
+        # What is no token has no n-grams.
+        "virtual_scale": None if any(one is not None for one in ngrams.layers) else 1.0,
         "delta": replace(fields["delta"], sigmoid_gate=gate == "sigmoid"),
         "moe": shared_moe(raw, (True,) * layers, normalize=flag(raw, "norm_topk_prob")),
         "streams": streams,
         "block_index": _block_index(raw, fields),
-        "ngrams": _ngrams(raw, recurrent),
+        "ngrams": ngrams,
     }
 
 
