@@ -141,6 +141,13 @@ QWEN4_EXP: dict[str, Any] = {
     "split_ngram_parts": 3, "eos_token_id": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                                   "partial_rotary_factor": 0.25},
 }  # fmt: skip
+AXK2: dict[str, Any] = {
+    **{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "gated_norm_rank": 6,
+}  # fmt: skip
+HY_V4: dict[str, Any] = {
+    **{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "num_hidden_layers": 4,
+    "indexer_types": ["full", "full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 3.0,
+}  # fmt: skip
 CONV = "conv"
 LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV]}
 LFM2_MOE: dict[str, Any] = {
@@ -575,6 +582,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_compress_ratio": 12,
         },
     ),
+    "axk2": ("AXK2Config", {**AXK2, "n_group": 4, "topk_group": 2}),
+    "axk2-plain": (
+        "AXK2Config",
+        {
+            **AXK2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": DEEPSEEK_ROPE,
+            "attention_bias": True,
+        },
+    ),
+    "hy-v4": ("HYV4Config", HY_V4),
+    "hy-v4-some-dense": (
+        "HYV4Config",
+        {
+            **HY_V4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "indexer_types": None,
+            "rms_norm_eps": 1e-3,
+            "hc_eps": 1e-3,
+        },
+    ),  # fmt: skip
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

@@ -52,6 +52,10 @@ class MoeConfig:
     top_groups: int = 1
     """A token's experts are from this many of the groups, each a run of equally many experts."""
     group_score: GroupScore = "best"
+    outside: float = -math.inf
+    """What experts of other groups score when experts are chosen."""
+    clamp: float = 0.0
+    """How far the gates and inputs of experts reach (`ClampedSilu`), where that is so of these alone; 0: no bound."""
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
     total_eps: float = SMALL_TOTAL
@@ -95,6 +99,10 @@ class IndexConfig:
     interleaved: bool
     layers: tuple[bool, ...]
     """Which layers have an indexer. The others attend to what the last one before them chose."""
+    rotates_last: bool = False
+    """Whether the last dimensions of its heads are rotated, not the first."""
+    norm_eps: float = 1e-6
+    """Of the norm of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,11 @@ class LatentConfig:
     """Whether the projections down have a bias."""
     index: IndexConfig | None = None
     """None: tokens attend to everything."""
+    gated_queries: bool = False
+    """Whether queries come from the narrower vector with its norm and without, and a gate of the head's output behind
+    each query."""
+    gate_rank: int = 0
+    """Of the gates behind the norms of layers; 0: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +163,10 @@ class StreamsConfig:
     eps: float = 0.0
     rank: int = 0
     """Of the gates that streams are read through; 0: they are added up with one weight each."""
+    magnitude: float = 2.0
+    """The largest factor of what is added to a stream."""
+    eps_added: bool = False
+    """Whether `eps` is in that factor too."""
 
 
 @dataclass(frozen=True, slots=True)

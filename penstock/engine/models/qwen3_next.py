@@ -64,7 +64,9 @@ def compose_delta_net(context: LayerContext) -> GatedDeltaNet:
     assert delta is not None
     # Qwen3-Next's GGUF files have the projections apart.
     grouped = delta.grouped and not read.stores(f"{at}in_proj_qkv.weight")
-    layout = DeltaLayout(delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, grouped, delta.sigmoid_gate)
+    layout = DeltaLayout(
+        delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, grouped, delta.sigmoid_gate
+    )
     values, heads = delta.v_heads * delta.v_dim, delta.v_heads
     if grouped:
         mix, gates = {"in_proj_qkvz": layout.width}, {"in_proj_ba": 2 * heads}

@@ -95,9 +95,7 @@ class WeightReader:
         found = []
         for part in stored:
             if part not in self.names:
-                raise CheckpointError(
-                    f"the checkpoint has no tensor {part!r}; it is incomplete or of another family"
-                )
+                raise CheckpointError(f"the checkpoint has no tensor {part!r}; it is incomplete or of another family")
             found.append(self.weights.tensor(part, "cpu"))
         sizes = [len(part) if part.dim() == 2 and part.shape[1] == width else -1 for part in found]
         if sum(sizes) != rows or any(size != sizes[0] for size in sizes[:-1]) or not 0 <= sizes[-1] <= sizes[0]:

@@ -92,6 +92,7 @@ class Cuts:
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
+            self._gate_cut = Cut(outputs=((heads[0] * model.latent.value, heads[1] * model.latent.value),))
         if model.compression is not None:
             self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
@@ -483,10 +484,11 @@ def _latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:
     def of(size: int) -> Span:
         return heads[0] * size, heads[1] * size
 
-    queries = Cut(outputs=(of(latent.plain + latent.rotary),))
+    query = latent.plain + latent.rotary
+    queries = Cut(outputs=(of(query),))
     return {
         QUERY: queries,
-        QUERY_UP: queries,
+        QUERY_UP: Cut(outputs=(of(query + latent.value),)) if latent.gated_queries else queries,
         LATENT_UP: Cut(outputs=(of(latent.plain + latent.value),)),
         OUTPUT: Cut(inputs=of(latent.value)),
     }

@@ -160,7 +160,9 @@ def adapt_model(
             raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
         return None
     _check(config, slots)
-    if decoder.config.compression is not None:
+    latent = decoder.config.latent
+    gated = latent is not None and (latent.gated_queries or decoder.config.output_gate)
+    if decoder.config.compression is not None or gated:
         raise ConfigError(
             f"adapters: not available for {decoder.config.family} models; remove adapters and adapter_slots, or merge "
             "an adapter into the checkpoint"

@@ -26,9 +26,7 @@ class LinkedProducts(Protocol):
         ...
 
 
-class Ops(
-    ActivationOps, AttentionOps, BlockIndexOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol
-):
+class Ops(ActivationOps, AttentionOps, BlockIndexOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
     wide_stream: bool

@@ -129,9 +129,7 @@ class _Caches:
         gone = ~there[:, None, :, None]
         keys, values = keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
         grouped = q.view(len(q), heads.kv_heads, -1, heads.head_dim)
-        seen = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=there[:, None, None], scale=heads.scale
-        )
+        seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=there[:, None, None], scale=heads.scale)
         return seen.reshape(len(q), -1)
 
     def _gather(self, cache: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:

@@ -37,8 +37,11 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
         cache: Tensor,
         scales: Tensor | None = None,
         added: LatentAdditions | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added)
+        return latent.latent_attention(
+            q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone=self.batch_invariant
+        )
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

@@ -10,6 +10,7 @@ from penstock.engine.models.families.afmoe import AFMOE
 from penstock.engine.models.families.apertus import APERTUS
 from penstock.engine.models.families.arcee import ARCEE
 from penstock.engine.models.families.axk1 import AXK1
+from penstock.engine.models.families.axk2 import AXK2
 from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
@@ -52,6 +53,7 @@ from penstock.engine.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE
 from penstock.engine.models.families.helium import HELIUM
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from penstock.engine.models.families.hy_v3 import HY_V3
+from penstock.engine.models.families.hy_v4 import HY_V4
 from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
 from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
@@ -197,6 +199,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA4_UNIFIED,
         MISTRAL4,
         QWEN4_EXP,
+        AXK2,
+        HY_V4,
     )
 }
 """By `model_type`."""
