@@ -70,6 +70,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         index = latent.index
         if index is not None:
             mla = replace(mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers)
+        mla = replace(mla, gated_queries=latent.gated_queries, gate_rank=latent.gate_rank)
     return ModelShape(
         name=name,
         family=model.family,
@@ -106,6 +107,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
         compression=None if model.compression is None else _compression(model, model.compression),
         gated_streams=_gated_streams(model),
+        apart_streams=model.streams.count if model.streams is not None and latent is not None else 0,
         only=model.only,
         gate=has_gate(model.activation),
         activation_numbers=2 if isinstance(model.activation, Xielu) else 0,

@@ -68,6 +68,10 @@ class Mla:
     """Of indexers, which choose the tokens that are attended to; 0: there are none."""
     indexed: tuple[bool, ...] = ()
     """Which layers have one: it keeps a key of each token."""
+    gated_queries: bool = False
+    """Whether queries are made of the compressed vector with its norm and without, each with a gate."""
+    gate_rank: int = 0
+    """Of the gates behind the norms before attention and before experts; 0: there are none."""
 
     @property
     def cached(self) -> int:
@@ -258,6 +262,8 @@ class ModelShape:
     short_conv: ShortConv | None = None
     compression: Compression | None = None
     gated_streams: GatedStreams | None = None
+    apart_streams: int = 0
+    """Residual streams that are read and added to with one weight each, and not mixed."""
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
@@ -316,6 +322,9 @@ class ModelShape:
             return LayerParts(0, 0, 0, 2 * hidden * ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
         small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
+        if self.apart_streams:
+            n = self.apart_streams
+            small += 2 * (2 * n * (n * hidden + 1) + 2)
         mla = self.mla
         if mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim
@@ -326,8 +335,12 @@ class ModelShape:
                 latent += hidden * mla.q_rank
                 queries = mla.q_rank * self.heads * key_dim
                 small += mla.q_rank
+            if mla.gated_queries:  # both forms of the narrower vector, and a gate behind every query
+                queries = 2 * (mla.q_rank or 0) * self.heads * (key_dim + mla.value_dim)
+            gated = (1 + routed) if mla.gate_rank else 0
+            latent += 2 * hidden * mla.gate_rank * gated
             expanded = mla.kv_rank * self.heads * (mla.nope_dim + mla.value_dim)
-            query_output = queries + expanded + self.heads * mla.value_dim * hidden
+            query_output = queries + expanded + self.heads * mla.value_dim * hidden * (1 + self.gated_attention)
             key_value = 0
             small += mla.kv_rank + (hidden if self.output_bias else 0)
             small += mla.cached + (mla.q_rank or 0) if mla.bias else 0
@@ -446,6 +459,8 @@ class ModelShape:
         small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
         streams = self.compression or self.gated_streams
         last = 0 if streams is None else streams.head(self.hidden)
+        if self.apart_streams:
+            last = self.apart_streams * (self.apart_streams * self.hidden + 1) + 1
         tables = 0 if self.gated_streams is None else self.gated_streams.table
         return self.embedding_parameters + layers + small + head + last + tables
 

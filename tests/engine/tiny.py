@@ -605,7 +605,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
             "hc_eps": 1e-3,
         },
-    ),  # fmt: skip
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -659,9 +659,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
-            elif key.endswith("ple.conv1d.weight"):
-                parameter.normal_(0, 0.5)
-            elif key.endswith(("_hc.base", "hc_head.hc_base")):
+            elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight")):
                 parameter.normal_(0, 0.5)
             else:
                 parameter.mul_(spread)

@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
 
 OVER_LATENTS = (
     "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "minicpm3",
-    "youtu", "mistral4",
+    "youtu", "mistral4", "axk2", "hy_v4",
 )  # fmt: skip
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -109,6 +109,9 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("cohere2_moe", num_shared_experts=2, first_k_dense_replace=1, prefix_dense_intermediate_size=48),
         {**of("deepseek_v4"), **V4},
         of("qwen4_exp_text", **QWEN4_EXP),
+        of("axk2", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
+        of("axk2", **LATENT, **INDEX, mlp_layer_types=["sparse", "dense", "sparse"]),
+        of("hy_v4", **LATENT, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),

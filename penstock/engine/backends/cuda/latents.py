@@ -76,8 +76,9 @@ class LatentOps(PlainIndexing):
         self, keys: Tensor, norm: IndexNorm, layout: IndexLayout, cos_sin: Tensor, batch: AttentionBatch, cache: Tensor
     ) -> None:
         if layout.rotates_last:
-            return PlainIndexing.store_index_keys(self, keys, norm, layout, cos_sin, batch, cache)
-        index_rows.store_keys(keys, norm, layout, cos_sin, batch, cache, pdl=self.pdl)
+            PlainIndexing.store_index_keys(self, keys, norm, layout, cos_sin, batch, cache)
+        else:
+            index_rows.store_keys(keys, norm, layout, cos_sin, batch, cache, pdl=self.pdl)
 
     def choose_tokens(
         self,

@@ -105,8 +105,8 @@ class PlainBlockIndexing(ABC):
                 continue
             keys = _block_keys(index, table, context)
             step = _at_once(index.layout, heads, len(keys), alone=self.batch_invariant)
-            for at in range(begin, end, step):
-                new = slice(at, min(end, at + step))
+            for first in range(begin, end, step):
+                new = slice(first, min(end, first + step))
                 complete = (context - starts[i + 1] + new.stop) // index.layout.rate  # for the last of them
                 slots, there = _chosen(
                     turned[new], keys[:complete], index.layout, batch.positions[new], table, k_cache.shape[2]
@@ -120,11 +120,12 @@ class _Caches:
 
     def __init__(self, k: Tensor, v: Tensor, scales: KVScales | None, dtype: torch.dtype) -> None:
         self.k, self.v, self.dtype = k, v, dtype
-        self.k_scales, self.v_scales = scales or (None, None)
+        self.scales = scales
 
     def attend(self, q: Tensor, heads: HeadLayout, slots: Tensor, there: Tensor) -> Tensor:
         """What queries [P, heads, head_dim] see of the tokens in `slots` [P, n]: [P, heads * head_dim]."""
-        keys, values = self._gather(self.k, self.k_scales, slots), self._gather(self.v, self.v_scales, slots)
+        k_scales, v_scales = self.scales or (None, None)
+        keys, values = self._gather(self.k, k_scales, slots), self._gather(self.v, v_scales, slots)
         # A place for which there is no token holds anything, and a weight of zero does not silence a NaN.
         gone = ~there[:, None, :, None]
         keys, values = keys.masked_fill(gone, 0), values.masked_fill(gone, 0)

@@ -26,8 +26,8 @@ def grouped_norm(x: Tensor, weight: Tensor, size: int, eps: float) -> Tensor:
 
 
 def by_token(function: Callable[..., Tensor], *rows: Tensor, alone: bool) -> Tensor:
-    """What `function` gives of tokens, one row each; `alone`: every token by itself, since PyTorch rounds numbers of the
-    same row otherwise where there are other rows."""
+    """What `function` gives of tokens, one row each; `alone`: every token by itself, since PyTorch rounds the numbers
+    of a row otherwise where there are other rows."""
     if not alone or len(rows[0]) <= 1:
         return function(*rows)
     return torch.cat([function(*(part[at : at + 1] for part in rows)) for at in range(len(rows[0]))])

@@ -57,9 +57,12 @@ class HyperConnection:
     def enter(self, streams: Tensor) -> Entered:
         if self.alone() and len(streams) > 1:
             each = [self._enter(one) for one in _singly(streams)]
-            x, added = (torch.cat([one[at] for one in each]) for at in range(2))
             mixed = [one.mixed for one in each if one.mixed is not None]
-            return Entered(x, added, torch.cat(mixed) if mixed else None)
+            return Entered(
+                torch.cat([one.x for one in each]),
+                torch.cat([one.added for one in each]),
+                torch.cat(mixed) if mixed else None,
+            )
         return self._enter(streams)
 
     def _enter(self, streams: Tensor) -> Entered:

@@ -57,8 +57,8 @@ class LatentAttention:
     indexer: Indexer | None = None
     """What chooses them; None: they are those that the last layer with an indexer chose."""
     gated_queries: bool = False
-    """Whether `query_up` reads the narrower vector with its norm and without, and gives for each head a query and a gate
-    of its output."""
+    """Whether `query_up` reads the narrower vector with its norm and without, and gives for each head a query and a
+    gate of its output."""
     output_gate: Linear | None = None
     """Of a gate that is made of what `inputs` reads."""
     sinks: Tensor | None = None

@@ -1,9 +1,9 @@
 """What a layer is told of the last few tokens by their ids (n-gram embeddings).
 
 A token and those before it, up to `size` of them, are hashed once for every length and head; each hash is a row of one
-large table. The rows of a token side by side make a value for all residual streams and a key for each, which is compared
-with the stream: how much they agree gates the value. A short convolution over the gated values, whose taps lie as far
-apart as the longest n-gram, is added to them. No n-gram reaches behind a token that ends a text.
+large table. The rows of a token side by side make a value for all residual streams and a key for each, which is
+compared with the stream: how much they agree gates the value. A short convolution over the gated values, whose taps lie
+as far apart as the longest n-gram, is added to them. No n-gram reaches behind a token that ends a text.
 
 A sequence keeps the ids of its last tokens, and what its convolution has read of them. The table stays in host memory,
 as a view of the checkpoint's file: of its rows, which may be a large part of all weights, a token reads a few.
@@ -63,7 +63,7 @@ class NgramTable:
         size, at = len(self.parts[0]), rows.flatten().cpu()
         found = self.parts[0].new_empty(len(at), self.parts[0].shape[1])
         which = at // size
-        for part in which.unique().tolist():
+        for part in sorted(set(which.tolist())):
             here = which == part
             found[here] = self.parts[part][at[here] - part * size]
         return found.view(*rows.shape, -1).to(rows.device)
