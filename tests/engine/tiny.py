@@ -146,7 +146,7 @@ AXK2: dict[str, Any] = {
 }  # fmt: skip
 HY_V4: dict[str, Any] = {
     **{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "num_hidden_layers": 4,
-    "indexer_types": ["full", "full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 3.0,
+    "indexer_types": ["full", "shared", "full", "shared"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 3.0,
 }  # fmt: skip
 CONV = "conv"
 LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV]}

@@ -58,6 +58,8 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
+    if model.streams is not None or (model.latent is not None and model.latent.gate_rank):
+        return False  # such a layer reads several streams, or has gates behind its norms: see `docs/models.md`
     names, tensors = weights.names(), family_of(model.family).names
     layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)
     if layout is None or model.latent is None or model.latent.index is None:
