@@ -107,6 +107,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
         compression=None if model.compression is None else _compression(model, model.compression),
         gated_streams=_gated_streams(model),
+        kept_layers=0 if model.cycles is None else 2 * model.cycles.layers,
         apart_streams=model.streams.count if model.streams is not None and latent is not None else 0,
         only=model.only,
         gate=has_gate(model.activation),

@@ -211,6 +211,8 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
         matrices = (split / tensor + part.latent) * form.matrix_bytes
         experts = part.experts / tensor * form.further
         total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
+    if shape.kept_layers:
+        total = total * shape.kept_layers / shape.layers
     if stage == 0:
         rows = -(-shape.vocab // tensor)
         total += shape.embedding_parameters * form.dense_bytes + rows * shape.hidden * form.head_bytes

@@ -262,6 +262,8 @@ class ModelShape:
     short_conv: ShortConv | None = None
     compression: Compression | None = None
     gated_streams: GatedStreams | None = None
+    kept_layers: int = 0
+    """Layers that there are weights of, where each runs several times, and `layers` counts the runs; 0: all."""
     apart_streams: int = 0
     """Residual streams that are read and added to with one weight each, and not mixed."""
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
@@ -455,6 +457,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Of the whole model; a tied head is not counted twice."""
         layers = sum(part.total * count for part, count in self.layer_groups())
+        if self.kept_layers:  # which are all alike; and a vector that the first of them reads
+            layers = layers * self.kept_layers // self.layers + self.hidden
         head = 0 if self.tied_embeddings else self.head_parameters
         small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
         streams = self.compression or self.gated_streams

@@ -606,6 +606,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_eps": 1e-3,
         },
     ),
+    "hrm-text": ("HrmTextConfig", {"head_dim": 16, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
+    "hrm-text-scaled": (
+        "HrmTextConfig",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 1,
+            "H_cycles": 3,
+            "L_cycles": 1,
+            "embedding_scale": 1.7,
+            "prefix_lm": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -659,6 +672,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
+            elif key.endswith("z_L_init"):
+                parameter.normal_(0, 1)
             elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight")):
                 parameter.normal_(0, 0.5)
             else:

@@ -136,6 +136,7 @@ class ShapeReader(WeightReader):
         self._fused = family_of(model.family).names.fused if fused is None else fused
         self._other = fused is True
         self._nothing = torch.empty(0)
+        self.made = {}
         self._quantize = None
         self._dtype = torch.float32
 

@@ -307,6 +307,23 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CyclesConfig:
+    """Two stacks of layers that run in turn, several times for each token."""
+
+    layers: int
+    """Of each stack."""
+    upper: int
+    """How often the upper stack runs."""
+    lower: int
+    """How often the lower one does before each of these."""
+
+    @property
+    def total(self) -> int:
+        """Runs of layers, each with keys and values of its own."""
+        return self.layers * self.upper * (self.lower + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenInputs:
     """What every layer is told of a token itself: a vector of each layer's own, from a table and from the embedding."""
 
@@ -417,6 +434,8 @@ class ModelConfig:
     streams: StreamsConfig | None = None
     block_index: BlockIndexConfig | None = None
     ngrams: NgramConfig | None = None
+    cycles: CyclesConfig | None = None
+    """Where layers run several times: the model has as many layers as there are runs."""
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
@@ -493,5 +512,7 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        outside = self.parallel or self.layer_norms or self.output_gate or self.streams is not None
+        outside = (
+            self.cycles is not None or self.parallel or self.layer_norms or self.output_gate or self.streams is not None
+        )
         return not outside and not self.only and not self.sandwich_norms and not indexed

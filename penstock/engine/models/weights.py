@@ -57,6 +57,8 @@ class WeightReader:
         self._dtype = dtype
         self._quantize = quantize
         self._norm_offset = norm_offset
+        self.made: dict[str, Any] = {}
+        """What compositions keep for later, of layers that a model has more than once."""
 
     def dense(self) -> WeightReader:
         """The same, making dense linears only."""

@@ -83,6 +83,11 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             "pipeline_parallel: layers of this model attend to keys and values of lower ones, or read a vector of each "
             "token, which stages do not pass on; use tensor_parallel"
         )
+    if pipeline > 1 and model.cycles is not None:
+        raise ConfigError(
+            "pipeline_parallel: layers of this model run several times for each token, so that it has no stages; use "
+            "tensor_parallel"
+        )
     if model.moe is not None and model.moe.hashed:
         _check_known(model.moe.hashed, "choose experts by token ids", tensor, pipeline)
     if model.ngrams is not None:

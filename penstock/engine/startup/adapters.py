@@ -162,7 +162,7 @@ def adapt_model(
     _check(config, slots)
     latent = decoder.config.latent
     gated = latent is not None and (latent.gated_queries or decoder.config.output_gate)
-    if decoder.config.compression is not None or gated:
+    if decoder.config.compression is not None or decoder.config.cycles is not None or gated:
         raise ConfigError(
             f"adapters: not available for {decoder.config.family} models; remove adapters and adapter_slots, or merge "
             "an adapter into the checkpoint"

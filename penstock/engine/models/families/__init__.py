@@ -51,6 +51,7 @@ from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from penstock.engine.models.families.helium import HELIUM
+from penstock.engine.models.families.hrm_text import HRM_TEXT
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from penstock.engine.models.families.hy_v3 import HY_V3
 from penstock.engine.models.families.hy_v4 import HY_V4
@@ -201,6 +202,7 @@ FAMILIES: dict[str, Family] = {
         QWEN4_EXP,
         AXK2,
         HY_V4,
+        HRM_TEXT,
     )
 }
 """By `model_type`."""

@@ -18,6 +18,7 @@ from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorName
 from penstock.engine.models.model_config import (
     BlockIndexConfig,
     CompressionConfig,
+    CyclesConfig,
     DeltaConfig,
     LatentConfig,
     LayerPart,
@@ -111,6 +112,7 @@ class ConfigFields(TypedDict, total=False):
     streams: StreamsConfig
     block_index: BlockIndexConfig
     ngrams: NgramConfig
+    cycles: CyclesConfig
     tied_embeddings: bool
     windows: Windows
 
