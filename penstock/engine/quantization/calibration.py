@@ -103,6 +103,10 @@ def calibrate(
     if model.moe is not None and any(model.moe.hashed):
         # Layers are taken one by one here, and behind the embedding nobody knows the tokens.
         raise ConfigError(f"calibration is not available for {model.family} models, whose experts go by token ids")
+    if model.ngrams is not None and any(one is not None for one in model.ngrams.layers):
+        raise ConfigError(f"calibration is not available for {model.family} models, whose layers look up token ids")
+    if model.cycles is not None:
+        raise ConfigError(f"calibration is not available for {model.family} models, whose layers run several times")
     decoder = build_decoder(
         weights,
         model,

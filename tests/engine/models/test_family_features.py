@@ -63,6 +63,7 @@ def requests() -> list[Request]:
         pytest.param("lfm2-moe", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         ("stablelm-head-norms", 2, 1, {}),
         pytest.param("qwen4-exp", 2, 2, {}, marks=pytest.mark.slow),
+        pytest.param("hrm-text", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("axk2", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("hy-v4", 2, 2, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("phi", 2, 3, {}, marks=pytest.mark.slow),

@@ -46,10 +46,12 @@ def _fields(raw: HFConfig) -> ConfigFields:
     cycles = CyclesConfig(integer(raw, own), integer(raw, "H_cycles"), integer(raw, "L_cycles"))
     if cycles.total > MOST_LAYERS:
         raise CheckpointError(f"{cycles.total} runs of layers for each token; at most {MOST_LAYERS} are supported")
-    if raw.get("embedding_scale") is None:
+    if raw.get("embedding_scale") is not None:
+        scale = number(raw, "embedding_scale")
+    elif number(raw, "initializer_range"):
         scale = 1.0 / number(raw, "initializer_range")
     else:
-        scale = number(raw, "embedding_scale")
+        raise CheckpointError("initializer_range is 0, which embeddings are divided by; set embedding_scale")
     return {
         "cycles": cycles,
         "embedding_scale": scale,

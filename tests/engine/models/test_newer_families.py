@@ -1,5 +1,5 @@
-"""A.X K2 and Hunyuan 4: names of tensors in files and in memory, experts outside of the best groups, and what is
-refused."""
+"""A.X K2, Hunyuan 4 and HRM-Text: names of tensors in files and in memory, experts outside of the best groups, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 PROMPT = [(j * 31 + 7) % 199 for j in range(60)]
-FAMILIES = ("axk2", "hy-v4")
+FAMILIES = ("axk2", "hy-v4", "hrm-text")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,6 +51,8 @@ def test_an_expert_outside_of_the_best_groups_goes_before_one_that_scores_below_
         ("axk2", {"adapter_slots": 2}, "adapters: not available for axk2"),
         ("hy-v4", {"adapter_slots": 2}, "adapters: not available for hy_v4"),
         ("hy-v4", {"speculation": "mtp"}, "no MTP layer"),
+        ("hrm-text", {"adapter_slots": 2}, "adapters: not available for hrm_text"),
+        ("hrm-text", {"speculation": "mtp"}, "not available for hrm_text models, whose layers run several times"),
     ],
 )
 def test_what_they_do_not_have_is_refused(family: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
