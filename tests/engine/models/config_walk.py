@@ -86,7 +86,7 @@ BASES: dict[str, dict[str, Any]] = {
                        "split_ngram_parts": 2, "ple_conv_kernel_size": 3, "seed": 99, "eos_token_id": 5},
     "axk2": {**{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "gated_norm_rank": 6},
     "hrm_text": {"hidden_act": "silu", "head_dim": 8, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 1,
-                 "initializer_range": 0.3, "num_key_value_heads": ABSENT},
+                 "initializer_range": 0.1, "num_key_value_heads": ABSENT},
     "hy_v4": {**{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "rms_norm_eps": 1e-4,
               "hc_mult": 3, "hc_magnitude": 1.5,
               "hc_eps": 1e-3, "swiglu_limit": 2.0},
