@@ -53,6 +53,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
     own = tuple(index == 0 or (index - 1) % _SHARED_EVERY == 0 for index in range(layers))
     if raw.get("indexer_types") is not None:
         own = own_indexers(raw)
+    integer(raw, "n_shared_experts")  # with none, tokens were not the reference's
     # Every head has its own keys and values, whatever the key says.
     heads = {"num_key_value_heads": integer(raw, "num_attention_heads")}
     fields = sparse_fields({**raw, **heads}, False, own, sparse_by_type(raw, 1))
