@@ -252,6 +252,7 @@ ROPES: tuple[Any, ...] = (
 SPECIAL: dict[str, tuple[Any, ...]] = {
     # Few heads leave many scores at zero, and which of equals the reference chooses depends on how many there are.
     "index_n_heads": (24, 13, 0, 12.0, None),
+    "indexer_n_heads": (24, 13, 0, 12.0, None),
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
     "layer_types": LAYER_TYPES,
