@@ -20,9 +20,11 @@ from penstock.engine.models.model_config import (
     ModelConfig,
     ShortConvConfig,
 )
+from penstock.engine.models.ngram_hash import table_rows
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.compression import Compression
+from penstock.planning.gated_streams import GatedStreams
 from penstock.planning.quantized_form import stored_form
 from penstock.planning.shape import LayerHeads, ModelShape, Moe
 from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv
@@ -69,6 +71,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         index = latent.index
         if index is not None:
             mla = replace(mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers)
+        mla = replace(mla, gated_queries=latent.gated_queries, gate_rank=latent.gate_rank)
     return ModelShape(
         name=name,
         family=model.family,
@@ -104,6 +107,9 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         mamba=None if model.mamba is None else _mamba(model.mamba),
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
         compression=None if model.compression is None else _compression(model, model.compression),
+        gated_streams=_gated_streams(model),
+        kept_layers=0 if model.cycles is None else 2 * model.cycles.layers,
+        apart_streams=model.streams.count if model.streams is not None and latent is not None else 0,
         only=model.only,
         gate=has_gate(model.activation),
         activation_numbers=2 if isinstance(model.activation, Xielu) else 0,
@@ -129,6 +135,26 @@ def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:
         index_dim=shape.index_dim,
         most=shape.most,
         streams=1 if model.streams is None else model.streams.count,
+    )
+
+
+def _gated_streams(model: ModelConfig) -> GatedStreams | None:
+    streams, index, ngrams = model.streams, model.block_index, model.ngrams
+    if streams is None or index is None or ngrams is None:
+        return None
+    tables = (0 if one is None else table_rows(ngrams, one) for one in ngrams.layers)
+    return GatedStreams(
+        count=streams.count,
+        rank=streams.rank,
+        index_heads=index.heads,
+        index_dim=index.dim,
+        rate=index.rate,
+        tables=tuple(tables),
+        told=ngrams.width,
+        row=ngrams.width // ngrams.all_heads,
+        taps=ngrams.taps,
+        before=ngrams.before,
+        reach=ngrams.reach,
     )
 
 

@@ -212,6 +212,8 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
         matrices = (split / tensor + part.latent) * form.matrix_bytes
         experts = part.experts / tensor * form.further
         total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
+    if shape.kept_layers:
+        total = total * shape.kept_layers / shape.layers
     if stage == 0:
         rows = -(-shape.vocab // tensor)
         total += shape.embedding_parameters * form.dense_bytes + rows * shape.hidden * form.head_bytes
@@ -229,6 +231,9 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
     index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
     keys = round(index * deployment.block_size * deployment.weights.dense_bytes)
+    if shape.gated_streams is not None:
+        attending, dense = shape.attended_in(first, last), deployment.weights.dense_bytes
+        keys += shape.gated_streams.block_bytes(attending, deployment.block_size, dense)
     return round(elements * deployment.block_size * deployment.kv_bytes) + keys
 
 

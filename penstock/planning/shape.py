@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from penstock.planning.compression import Compression
+from penstock.planning.gated_streams import GatedStreams
 from penstock.planning.numbers import WeightFormat
 from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv
 
@@ -139,6 +140,11 @@ class ModelShape:
     mamba: Mamba | None = None
     short_conv: ShortConv | None = None
     compression: Compression | None = None
+    gated_streams: GatedStreams | None = None
+    kept_layers: int = 0
+    """Layers that there are weights of, where each runs several times, and `layers` counts the runs; 0: all."""
+    apart_streams: int = 0
+    """Residual streams that are read and added to with one weight each, and not mixed."""
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
@@ -161,10 +167,10 @@ class ModelShape:
     def heads_in(self, index: int) -> LayerHeads:
         return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2)
 
-    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool, LayerHeads, int]:
+    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool, LayerHeads, int, bool]:
         """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, whether it has an
-        indexer, how many tokens its entries stand for, whether a table chooses its experts, its heads, and its dense
-        width."""
+        indexer, how many tokens its entries stand for, whether a table chooses its experts, its heads, its dense
+        width, and whether it is told of n-grams."""
         routed = self.moe is not None and self.moe.layers[index]
         recurrent = self.recurrent
         part = self.only[index] if self.only else ""
@@ -175,7 +181,8 @@ class ModelShape:
         hashed = self.moe is not None and bool(self.moe.hashed) and self.moe.hashed[index]
         width = self.ffn_sizes[index] if self.ffn_sizes else self.ffn
         own = recurrent is not None and recurrent.layers[index]
-        return routed, own, part, indexed, rate, hashed, self.heads_in(index), width
+        told = self.gated_streams is not None and self.gated_streams.tables[index] > 0
+        return routed, own, part, indexed, rate, hashed, self.heads_in(index), width, told
 
     def _parts(
         self,
@@ -187,6 +194,7 @@ class ModelShape:
         hashed: bool,
         heads: LayerHeads,
         ffn: int,
+        told: bool,
     ) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
@@ -195,13 +203,16 @@ class ModelShape:
             return LayerParts(0, 0, 0, 2 * hidden * ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
         small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
+        if self.apart_streams:
+            n = self.apart_streams
+            small += 2 * (2 * n * (n * hidden + 1) + 2)
         mla, mixer = self.mla, self.recurrent if recurrent else None
         if mixer is not None and not self._beside:
             query_output, latent, key_value = mixer.matrices(hidden), 0, 0
             small += mixer.others(hidden)
         elif mla is not None:
-            query_output, key_value = mla.by_heads(hidden, self.heads), 0
-            latent = mla.for_all_heads(hidden, indexed)
+            query_output, key_value = mla.by_heads(hidden, self.heads, self.gated_attention), 0
+            latent = mla.for_all_heads(hidden, indexed, routed)
             small += mla.others(hidden, indexed) + (hidden if self.output_bias else 0)
         elif self.compression is not None:
             query_output, key_value = self.compression.by_heads(hidden), 0
@@ -225,6 +236,12 @@ class ModelShape:
         if part:
             query_output = key_value = latent = 0
             small = hidden
+        if self.gated_streams is not None:
+            counted = [self.gated_streams.around(hidden)]
+            counted += [] if recurrent else [self.gated_streams.index(hidden)]
+            counted += [self.gated_streams.ngrams(hidden)] if told else []
+            latent += sum(matrices for matrices, _ in counted)
+            small += sum(others for _, others in counted)
         if self.token_inputs is not None:
             latent += 2 * hidden * self.token_inputs[0]
             small += hidden
@@ -294,10 +311,16 @@ class ModelShape:
     def parameters(self) -> int:
         """Of the whole model; a tied head is not counted twice."""
         layers = sum(part.total * count for part, count in self.layer_groups())
+        if self.kept_layers:  # which are all alike; and a vector that the first of them reads
+            layers = layers * self.kept_layers // self.layers + self.hidden
         head = 0 if self.tied_embeddings else self.head_parameters
         small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
-        streams = 0 if self.compression is None else self.compression.head(self.hidden)
-        return self.embedding_parameters + layers + small + head + streams
+        streams = self.compression or self.gated_streams
+        last = 0 if streams is None else streams.head(self.hidden)
+        if self.apart_streams:
+            last = self.apart_streams * (self.apart_streams * self.hidden + 1) + 1
+        tables = 0 if self.gated_streams is None else self.gated_streams.table
+        return self.embedding_parameters + layers + small + head + last + tables
 
     @property
     def active_parameters(self) -> int:
@@ -379,14 +402,22 @@ class ModelShape:
         """The same of some layers; `element`: bytes of what activations are."""
         if self.compression is not None:
             return self.compression.state_bytes(first, last, element)
-        return 0 if self.recurrent is None else self.recurrent_in(first, last) * self.recurrent.state_bytes(element)
+        told = 0
+        if self.gated_streams is not None:
+            told = self.gated_streams.state_bytes(first, last, self.hidden, element)
+        if self.recurrent is None:
+            return told
+        return told + self.recurrent_in(first, last) * self.recurrent.state_bytes(element)
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each, and of 2 for indexers."""
         if self.compression is not None:
             return round(self.compression.block_bytes(0, self.layers, _BLOCK, kv_bytes, 2.0) / _BLOCK)
-        index = 0 if self.mla is None else self.mla.index_keys(0, self.layers)
-        return round(self.kv_elements * kv_bytes) + 2 * index
+        index = 0 if self.mla is None else 2 * self.mla.index_keys(0, self.layers)
+        if self.gated_streams is not None:
+            attending = self.attended_in(0, self.layers)
+            index += round(self.gated_streams.block_bytes(attending, _BLOCK, 2.0) / _BLOCK)
+        return round(self.kv_elements * kv_bytes) + index
 
     def context_elements(self, context: int) -> int:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""

@@ -23,22 +23,30 @@ class Mla:
     """Of indexers, which choose the tokens that are attended to; 0: there are none."""
     indexed: tuple[bool, ...] = ()
     """Which layers have one: it keeps a key of each token."""
+    gated_queries: bool = False
+    """Whether queries are made of the compressed vector with its norm and without, each with a gate."""
+    gate_rank: int = 0
+    """Of the gates behind the norms before attention and before experts; 0: there are none."""
 
     @property
     def cached(self) -> int:
         """Elements of the cache per token and layer, without the indexer's."""
         return self.kv_rank + self.rope_dim
 
-    def by_heads(self, hidden: int, heads: int) -> int:
+    def by_heads(self, hidden: int, heads: int, output_gate: bool) -> int:
         """Parameters of a layer's matrices that have a part for each head."""
         queries = (hidden if self.q_rank is None else self.q_rank) * (self.nope_dim + self.rope_dim)
-        return heads * (queries + self.kv_rank * (self.nope_dim + self.value_dim) + self.value_dim * hidden)
+        if self.gated_queries:  # both forms of the compressed vector, and a gate behind every query
+            queries = 2 * (self.q_rank or 0) * (self.nope_dim + self.rope_dim + self.value_dim)
+        outputs = self.value_dim * hidden * (1 + output_gate)
+        return heads * (queries + self.kv_rank * (self.nope_dim + self.value_dim) + outputs)
 
-    def for_all_heads(self, hidden: int, indexed: bool) -> int:
-        """Parameters of the matrices that all heads share: those that compress, and the indexer's."""
+    def for_all_heads(self, hidden: int, indexed: bool, routed: bool) -> int:
+        """Parameters of the matrices that all heads share: those that compress, the indexer's, and those of gates
+        behind norms; `routed` layers have one before their experts too."""
         rank = self.q_rank or 0
         indexer = hidden * self.index_dim + rank * self.index_heads * self.index_dim if indexed else 0
-        return hidden * (self.cached + rank) + indexer
+        return hidden * (self.cached + rank) + indexer + 2 * hidden * self.gate_rank * (1 + routed)
 
     def others(self, hidden: int, indexed: bool) -> int:
         """Parameters beside them."""

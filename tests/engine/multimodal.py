@@ -82,12 +82,6 @@ def _foreign(name: str) -> dict[str, Any]:
     return {**changes, "model_type": getattr(transformers, config).model_type}
 
 
-QWEN4_EXP = {
-    **_EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}  # fmt: skip
 THROUGH_LIBRARY = ("llava-diffllama", "internvl-vaultgemma")
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("qwen2_vl", TEXT_TYPES["qwen2_vl_text"], {}),
@@ -148,6 +142,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llava-minicpm3": ("llava", _foreign("minicpm3"), {"vision_config": _CLIP}),
     "llava-diffllama": ("llava", _foreign("diffllama"), {"vision_config": _CLIP}),
     "hyperclovax_vision_v2": ("hyperclovax_vision_v2", _text("hyperclovax"), {"tie_word_embeddings": False}),
+    "qwen4_exp": ("qwen4_exp", _text("qwen4-exp"), {}),
     "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""

@@ -35,6 +35,7 @@ OTHERS = (
     "deepseek-v4",
     "kimi-linear",
     "kimi-linear-groups",
+    "qwen4-exp",
 )
 
 

@@ -132,6 +132,23 @@ NEMOTRON_H_MOE: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 36, "moe_shared_expert_intermediate_size": 52,
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
+QWEN4_EXP: dict[str, Any] = {
+    **{key: value for key, value in HYBRID.items() if key != "full_attention_interval"}, "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    "hc_count": 3, "hc_lowrank": 10, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 12,
+    "indexer_budget": 24, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 2], "ple_embed_dim": 48,
+    "heads_per_ngram": 4, "ngram_vocab_size_base": 100, "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 3, "eos_token_id": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                                  "partial_rotary_factor": 0.25},
+}  # fmt: skip
+AXK2: dict[str, Any] = {
+    **{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "gated_norm_rank": 6,
+}  # fmt: skip
+HY_V4: dict[str, Any] = {
+    **{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "num_hidden_layers": 4,
+    "indexer_types": ["full", "shared", "full", "shared"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 3.0,
+}  # fmt: skip
 CONV = "conv"
 LFM2: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [CONV, FULL, CONV, CONV]}
 LFM2_MOE: dict[str, Any] = {
@@ -577,6 +594,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen4-exp": ("Qwen4ExpTextConfig", QWEN4_EXP),
+    "qwen4-exp-plain": (
+        "Qwen4ExpTextConfig",
+        {
+            **QWEN4_EXP,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "ple_layer_ids": None,
+            "output_gate_type": "sigmoid",
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "indexer_compress_ratio": 12,
+        },
+    ),
+    "axk2": ("AXK2Config", {**AXK2, "n_group": 4, "topk_group": 2}),
+    "axk2-plain": (
+        "AXK2Config",
+        {
+            **AXK2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": DEEPSEEK_ROPE,
+            "attention_bias": True,
+        },
+    ),
+    "hy-v4": ("HYV4Config", HY_V4),
+    "hy-v4-some-dense": (
+        "HYV4Config",
+        {
+            **HY_V4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "indexer_types": None,
+            "rms_norm_eps": 1e-3,
+            "hc_eps": 1e-3,
+        },
+    ),
+    "hrm-text": ("HrmTextConfig", {"head_dim": 16, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
+    "hrm-text-scaled": (
+        "HrmTextConfig",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 1,
+            "H_cycles": 3,
+            "L_cycles": 1,
+            "embedding_scale": 1.7,
+            "prefix_lm": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -630,7 +698,9 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
-            elif key.endswith(("_hc.base", "hc_head.hc_base")):
+            elif key.endswith("z_L_init"):
+                parameter.normal_(0, 1)
+            elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight")):
                 parameter.normal_(0, 0.5)
             else:
                 parameter.mul_(spread)

@@ -41,9 +41,13 @@ from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from tests.engine.harness import generate, greedy
 
 SMALL = DeltaLayout(k_heads=2, v_heads=4, k_dim=16, v_dim=24, conv=4, grouped=True)
-APART = DeltaLayout(k_heads=3, v_heads=3, k_dim=32, v_dim=16, conv=3, grouped=False)
-CHANNELS = DeltaLayout(k_heads=3, v_heads=3, k_dim=24, v_dim=16, conv=4, grouped=False, by_channel=True)
-KIMI = DeltaLayout(k_heads=32, v_heads=32, k_dim=128, v_dim=128, conv=4, grouped=False, by_channel=True)
+APART = DeltaLayout(k_heads=3, v_heads=3, k_dim=32, v_dim=16, conv=3, grouped=False, sigmoid_gate=True)
+CHANNELS = DeltaLayout(
+    k_heads=3, v_heads=3, k_dim=24, v_dim=16, conv=4, grouped=False, by_channel=True, sigmoid_gate=True
+)
+KIMI = DeltaLayout(
+    k_heads=32, v_heads=32, k_dim=128, v_dim=128, conv=4, grouped=False, by_channel=True, sigmoid_gate=True
+)
 REAL = DeltaLayout(k_heads=16, v_heads=32, k_dim=128, v_dim=128, conv=4, grouped=True)
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
 

@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
 
 OVER_LATENTS = (
     "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "minicpm3",
-    "youtu", "mistral4",
+    "youtu", "mistral4", "axk2", "hy_v4",
 )  # fmt: skip
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -52,6 +52,12 @@ V4 = {
     "index_n_heads": 6, "index_head_dim": 12, "index_topk": 8, "hc_mult": 3, "intermediate_size": None,
     "qk_rope_head_dim": 8, "sliding_window": 24,
 }  # fmt: skip
+QWEN4_EXP = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "hc_count": 3, "hc_lowrank": 10,
+    "indexer_n_heads": 6, "indexer_kv_heads": 1, "indexer_head_dim": 12, "indexer_budget": 24,
+    "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ple_embed_dim": 48, "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 100, "eos_token_id": 7, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
 KIMI_LINEAR = {
     **{key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "head_dim")},
@@ -61,8 +67,7 @@ KIMI_LINEAR = {
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
     "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
-    "deepseek_v4",
-    *OVER_LATENTS,
+    "deepseek_v4", "qwen4_exp_text", *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
 
@@ -108,6 +113,10 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("stablelm", use_parallel_residual=True, qk_layernorm=True),
         of("cohere2_moe", num_shared_experts=2, first_k_dense_replace=1, prefix_dense_intermediate_size=48),
         {**of("deepseek_v4"), **V4},
+        of("qwen4_exp_text", **QWEN4_EXP),
+        of("axk2", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
+        of("axk2", **LATENT, **INDEX, mlp_layer_types=["sparse", "dense", "sparse"]),
+        of("hy_v4", **LATENT, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),

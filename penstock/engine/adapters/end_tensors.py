@@ -140,8 +140,8 @@ class EndTensors:
             )
         if site.virtual_factor is None:
             raise CheckpointError(
-                f"{self.config.kind} is not supported for this family: transformers leaves out the factor of its "
-                "embedding where rows stand before tokens, so such an adapter was trained with other tokens"
+                f"{self.config.kind} is not supported for this family: where rows stand before tokens, transformers "
+                "leaves out the factor of its embedding, or cannot look tokens up by their ids"
             )
         rows: Tensor = tensors.get_tensor(self._keys[module, "virtual"])
         if rows.dim() != 2 or not len(rows) or rows.shape[1] != _hidden(site):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
+from penstock.engine.loading.gate_stacks import with_gates
 from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import join_latent_parts, origins, raw_of
@@ -65,7 +66,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if family is None:
         wrapped = str(folder.config.get("model_type")) in WRAPPERS
         return read_quantized(RenamedCheckpoint(folder, decoder_name) if wrapped else folder)
-    named = folder if family.own_name is None else RenamedCheckpoint(folder, family.own_name)
+    named = folder if family.own_name is None else with_gates(RenamedCheckpoint(folder, family.own_name))
     checkpoint = read_quantized(with_head_norms(as_family(named, family.names)))
     return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 

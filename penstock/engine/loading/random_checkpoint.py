@@ -136,6 +136,7 @@ class ShapeReader(WeightReader):
         self._fused = family_of(model.family).names.fused if fused is None else fused
         self._other = fused is True
         self._nothing = torch.empty(0)
+        self.made = {}
         self._quantize = None
         self._dtype = torch.float32
 
@@ -150,6 +151,9 @@ class ShapeReader(WeightReader):
 
     def as_stored(self, name: str, *shape: int) -> Tensor:
         return self.get(name, *shape)
+
+    def host_rows(self, name: str, rows: int, width: int, parts: int) -> list[Tensor]:
+        return [self.get(f"{name}.weight", rows, width)]
 
     def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.get(name, size)

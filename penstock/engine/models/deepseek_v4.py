@@ -15,6 +15,7 @@ from penstock.engine.models.layers.compressed_attention import CompressedAttenti
 from penstock.engine.models.layers.experts import StepTokens
 from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead
 from penstock.engine.models.layers.linear import WideLinear
+from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
 from penstock.engine.models.token_digits import digits_of, ids_of
@@ -100,12 +101,16 @@ class DeepseekV4Decoder(Decoder):
 
 
 def compose_layer(context: LayerContext) -> StreamsLayer:
+    return compose_among_streams(context, compose_attention(context))
+
+
+def compose_among_streams(context: LayerContext, mixer: TokenMixer) -> StreamsLayer:
     read, names, prefix, config = context.read, context.names, context.prefix, context.config
     tokens = StepTokens()
     last = context.index == config.num_layers - 1
     return StreamsLayer(
         mixer_norm=read.norm(prefix + names.mixer_norm, config.hidden_size),
-        mixer=compose_attention(context),
+        mixer=mixer,
         feed_forward_norm=read.norm(prefix + names.feed_forward_norm, config.hidden_size),
         feed_forward=compose_feed_forward(replace(context, inner=read.backend.ops), tokens),
         around_mixer=_connection(context, "attn_hc"),
@@ -123,12 +128,13 @@ def _streams(context: LayerContext) -> StreamsConfig:
 
 def _connection(context: LayerContext, name: str) -> HyperConnection:
     read, streams, at = context.read, _streams(context), f"{context.prefix}{name}."
-    ops, n, size = read.backend.ops, streams.count, (2 + streams.count) * streams.count
-    of_read, of_added, of_mixed = read.get(f"{at}scale", 3, dtype=torch.float32)
+    ops, n, kinds = read.backend.ops, streams.count, 3 if streams.rounds else 2
+    widths = (n, n, n * n)[:kinds]
+    size, scales = sum(widths), read.get(f"{at}scale", kinds, dtype=torch.float32)
     return HyperConnection(
         weight=read.get(f"{at}fn", size, streams.count * context.config.hidden_size, dtype=torch.float32),
         base=read.get(f"{at}base", size, dtype=torch.float32),
-        scale=torch.cat((of_read.expand(n), of_added.expand(n), of_mixed.expand(n * n))),
+        scale=torch.cat([one.expand(width) for one, width in zip(scales, widths, strict=True)]),
         streams=streams,
         norm_eps=context.config.rms_eps,
         alone=lambda: ops.batch_invariant,

@@ -40,7 +40,7 @@ def compose_delta_net(context: LayerContext) -> ChannelDeltaNet:
     assert delta is not None
     heads, dim = delta.k_heads, delta.k_dim
     wide = heads * dim
-    layout = DeltaLayout(heads, heads, dim, dim, delta.conv, grouped=False, by_channel=True)
+    layout = DeltaLayout(heads, heads, dim, dim, delta.conv, grouped=False, by_channel=True, sigmoid_gate=True)
     mix, gates = dict.fromkeys(QUERY_KEY_VALUE, wide), {RATE: heads, DECAY_DOWN: dim, GATE_DOWN: dim}
     stacked, dense = read.all_dense, read.dense()
     conv = [read.get(f"{at}{name}.weight", wide, 1, delta.conv, dtype=torch.float32) for name in CONVOLUTIONS]

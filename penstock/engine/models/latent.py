@@ -19,7 +19,7 @@ QUERY, QUERY_DOWN, QUERY_UP = "q_proj", "q_a_proj", "q_b_proj"
 LATENT, LATENT_UP, OUTPUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 QUERY_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
 INDEXER, INDEX_QUERIES, INDEX_KEYS = "indexer.", "wq_b", "wk"
-INDEX_NORM, INDEX_WEIGHTS, _INDEX_EPS = "k_norm", "weights_proj", 1e-6
+INDEX_NORM, INDEX_WEIGHTS = "k_norm", "weights_proj"
 
 
 def compose_layer(context: LayerContext) -> DecoderLayer:
@@ -63,7 +63,10 @@ def compose_attention(context: LayerContext) -> LatentAttention:
             [read.linear(prefix, {QUERY: queries}, hidden), read.linear(prefix, kv, hidden, bias=True)]
         )
 
-    narrow = latent.query_rank
+    narrow, up, wide = latent.query_rank, queries, latent.query_rank or 0
+    if latent.gated_queries:
+        up, wide = queries + heads * latent.value, 2 * wide
+    gate = {context.names.output_gate: heads * latent.value}
     rows = latent.plain + latent.value
     return LatentAttention(
         # An indexer reads what the projections read, as plain numbers.
@@ -79,11 +82,14 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         ),
         cos_sin=context.cos_sin,
         query_norm=None if narrow is None else read.norm(prefix + QUERY_NORM, narrow),
-        query_up=None if narrow is None else read.linear(prefix, {QUERY_UP: queries}, narrow),
+        query_up=None if narrow is None else read.linear(prefix, {QUERY_UP: up}, wide),
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         cache_scale=read.kv_scales(prefix, 1)[0] if context.fp8_cache else None,
         most=None if index is None else index.most,
         indexer=None if index is None or not index.layers[context.index] else compose_indexer(context, prefix),
+        gated_queries=latent.gated_queries,
+        output_gate=read.linear(prefix, gate, hidden) if config.output_gate else None,
+        sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
 
@@ -95,9 +101,9 @@ def compose_indexer(context: LayerContext, attention: str) -> Indexer:
     norm, ops = f"{at}{INDEX_NORM}", read.backend.ops
     return Indexer(
         ops=ops,
-        layout=IndexLayout(index.heads, index.dim, latent.rotary, index.most, index.interleaved),
+        layout=IndexLayout(index.heads, index.dim, latent.rotary, index.most, index.interleaved, index.rotates_last),
         keys=read.linear(at, {INDEX_KEYS: index.dim}, hidden),
-        norm=IndexNorm(read.get(f"{norm}.weight", index.dim), read.get(f"{norm}.bias", index.dim), _INDEX_EPS),
+        norm=IndexNorm(read.get(f"{norm}.weight", index.dim), read.get(f"{norm}.bias", index.dim), index.norm_eps),
         queries=read.linear(at, {INDEX_QUERIES: index.heads * index.dim}, latent.query_rank),
         head_weights=WideLinear(
             read.get(f"{at}{INDEX_WEIGHTS}.weight", index.heads, hidden, dtype=torch.float32),

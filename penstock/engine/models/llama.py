@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, Clip, HeadLayout, Xielu
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, ClampedSilu, Clip, HeadLayout, Xielu
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -257,6 +257,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
         groups=moe.groups,
         top_groups=moe.top_groups,
         group_score=moe.group_score,
+        outside=moe.outside,
         scale=moe.scale,
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
@@ -269,11 +270,14 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
 
+    bound = ClampedSilu(moe.clamp) if moe.clamp else None
+
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
             at, matrices = f"{block}experts.{index}.", (*names.expert_gate_up, names.expert_down)
             outer = moe.latent or hidden
-            return _gated(context, read, at, matrices, ffn, moe.expert_bias, backend.ops, fused=fused, outer=outer)
+            made = _gated(context, read, at, matrices, ffn, moe.expert_bias, backend.ops, fused=fused, outer=outer)
+            return made if bound is None else replace(made, activation=bound)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]

@@ -52,6 +52,10 @@ class MoeConfig:
     top_groups: int = 1
     """A token's experts are from this many of the groups, each a run of equally many experts."""
     group_score: GroupScore = "best"
+    outside: float = -math.inf
+    """What experts of other groups score when experts are chosen."""
+    clamp: float = 0.0
+    """How far the gates and inputs of experts reach (`ClampedSilu`), where that is so of these alone; 0: no bound."""
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
     total_eps: float = SMALL_TOTAL
@@ -95,6 +99,10 @@ class IndexConfig:
     interleaved: bool
     layers: tuple[bool, ...]
     """Which layers have an indexer. The others attend to what the last one before them chose."""
+    rotates_last: bool = False
+    """Whether the last dimensions of its heads are rotated, not the first."""
+    norm_eps: float = 1e-6
+    """Of the norm of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,11 @@ class LatentConfig:
     """Whether the projections down have a bias."""
     index: IndexConfig | None = None
     """None: tokens attend to everything."""
+    gated_queries: bool = False
+    """Whether queries come from the narrower vector with its norm and without, and a gate of the head's output behind
+    each query."""
+    gate_rank: int = 0
+    """Of the gates behind the norms of layers; 0: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +158,64 @@ class StreamsConfig:
     """Several residual streams, mixed before and behind every part of a layer (hyper-connections)."""
 
     count: int
-    rounds: int
-    """How often rows and columns of a mixing matrix are scaled to sum to one."""
-    eps: float
+    rounds: int = 0
+    """How often rows and columns of a mixing matrix are scaled to sum to one; 0: streams are not mixed."""
+    eps: float = 0.0
+    rank: int = 0
+    """Of the gates that streams are read through; 0: they are added up with one weight each."""
+    magnitude: float = 2.0
+    """The largest factor of what is added to a stream."""
+    eps_added: bool = False
+    """Whether `eps` is in that factor too."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexConfig:
+    """Attention to blocks of tokens that an indexer chooses (QSA): see `BlockIndexLayout`."""
+
+    heads: int
+    dim: int
+    rate: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class NgramConfig:
+    """N-gram embeddings: see `layers.ngrams`."""
+
+    layers: tuple[int | None, ...]
+    """Of each layer, which of those with n-grams it is; None: it has none."""
+    size: int
+    """Tokens of the longest n-gram."""
+    heads: int
+    """Of n-grams of each length."""
+    width: int
+    """Numbers that a layer is told of a token, by all heads."""
+    rows: int
+    """Rows of the table that a head has at least."""
+    multiple: int
+    """What the rows of all heads are filled up to a multiple of."""
+    seed: int
+    end: int
+    """The id of the token that ends a text."""
+    taps: int
+    """Of the convolution."""
+    parts: int
+    """Tensors that a checkpoint may have in place of one table."""
+
+    @property
+    def before(self) -> int:
+        """Tokens before each that belong to its n-grams."""
+        return self.size - 1
+
+    @property
+    def reach(self) -> int:
+        """Tokens before each that its convolution sees."""
+        return (self.taps - 1) * self.size
+
+    @property
+    def all_heads(self) -> int:
+        return self.before * self.heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +235,8 @@ class DeltaConfig:
     by_channel: bool = False
     """Whether every channel has a decay of its own; see there. Decays and output gates are then projected through few
     numbers, which all heads share."""
+    sigmoid_gate: bool = False
+    """Whether output gates are sigmoids, not SiLUs."""
 
     def __post_init__(self) -> None:
         if self.v_heads % self.k_heads:
@@ -237,6 +307,23 @@ class ShortConvConfig:
     """Tokens that one token sees, itself included."""
     bias: bool
     """Whether the convolution and both projections have biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class CyclesConfig:
+    """Two stacks of layers that run in turn, several times for each token."""
+
+    layers: int
+    """Of each stack."""
+    upper: int
+    """How often the upper stack runs."""
+    lower: int
+    """How often the lower one does before each of these."""
+
+    @property
+    def total(self) -> int:
+        """Runs of layers, each with keys and values of its own."""
+        return self.layers * self.upper * (self.lower + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +476,10 @@ class ModelConfig:
     latent: LatentConfig | None = None
     compression: CompressionConfig | None = None
     streams: StreamsConfig | None = None
+    block_index: BlockIndexConfig | None = None
+    ngrams: NgramConfig | None = None
+    cycles: CyclesConfig | None = None
+    """Where layers run several times: the model has as many layers as there are runs."""
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
@@ -464,6 +555,11 @@ class ModelConfig:
         return any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
 
     @property
+    def cut_caches(self) -> bool:
+        """Whether it is known which part of blocks and states each of several ranks has."""
+        return self.compression is None and self.block_index is None
+
+    @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
         plain = self.moe is None and not self.recurrent and not self.gated_attention
@@ -473,5 +569,7 @@ class ModelConfig:
     def plain_outlines(self) -> bool:
         """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
         indexed = self.latent is not None and self.latent.index is not None
-        outside = self.parallel or self.layer_norms or self.output_gate or self.streams is not None
+        outside = (
+            self.cycles is not None or self.parallel or self.layer_norms or self.output_gate or self.streams is not None
+        )
         return not outside and not self.only and not self.sandwich_norms and not indexed

@@ -6,6 +6,8 @@ keys, all values, all output gates; both run as they are stored.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from penstock.engine.backends.interface import DeltaLayout, DeltaWeights, HeadLayout
@@ -33,22 +35,27 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
 
 
 def compose_gated_attention(context: LayerContext) -> GatedAttention:
+    return GatedAttention(**gated_attention_parts(context))
+
+
+def gated_attention_parts(context: LayerContext) -> dict[str, Any]:
+    """The fields of `GatedAttention`."""
     read, config, names, dim = context.read, context.config, context.names, context.config.head_dim
     prefix, hidden = context.prefix + names.attention, config.hidden_size
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     qkv = dict(zip(names.qkv, (2 * q_size, kv_size, kv_size), strict=True))
-    return GatedAttention(
-        ops=context.inner,
-        attention_ops=read.backend.ops,
-        qkv=read.linear(prefix, qkv, hidden, config.qkv_bias),
-        output=read.linear(prefix, {names.output: hidden}, q_size, config.output_bias),
-        heads=HeadLayout(config.num_heads, config.num_kv_heads, dim, config.attention_scale),
-        cos_sin=context.cos_sin,
-        q_norm=read.norm(f"{prefix}q_norm", dim),
-        k_norm=read.norm(f"{prefix}k_norm", dim),
-        eps=config.rms_eps,
-        kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
-    )
+    return {
+        "ops": context.inner,
+        "attention_ops": read.backend.ops,
+        "qkv": read.linear(prefix, qkv, hidden, config.qkv_bias),
+        "output": read.linear(prefix, {names.output: hidden}, q_size, config.output_bias),
+        "heads": HeadLayout(config.num_heads, config.num_kv_heads, dim, config.attention_scale),
+        "cos_sin": context.cos_sin,
+        "q_norm": read.norm(f"{prefix}q_norm", dim),
+        "k_norm": read.norm(f"{prefix}k_norm", dim),
+        "eps": config.rms_eps,
+        "kv_scales": read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
+    }
 
 
 def compose_delta_net(context: LayerContext) -> GatedDeltaNet:
@@ -57,7 +64,9 @@ def compose_delta_net(context: LayerContext) -> GatedDeltaNet:
     assert delta is not None
     # Qwen3-Next's GGUF files have the projections apart.
     grouped = delta.grouped and not read.stores(f"{at}in_proj_qkv.weight")
-    layout = DeltaLayout(delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, grouped)
+    layout = DeltaLayout(
+        delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, grouped, sigmoid_gate=delta.sigmoid_gate
+    )
     values, heads = delta.v_heads * delta.v_dim, delta.v_heads
     if grouped:
         mix, gates = {"in_proj_qkvz": layout.width}, {"in_proj_ba": 2 * heads}

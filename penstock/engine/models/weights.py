@@ -57,6 +57,8 @@ class WeightReader:
         self._dtype = dtype
         self._quantize = quantize
         self._norm_offset = norm_offset
+        self.made: dict[str, Any] = {}
+        """What compositions keep for later, of layers that a model has more than once."""
 
     def dense(self) -> WeightReader:
         """The same, making dense linears only."""
@@ -87,6 +89,25 @@ class WeightReader:
         in, as which quantized tensors of GGUF files are read."""
         own = self.weights.tensor(name).dtype if name in self.names else None
         return self.get(name, *shape, dtype=None if own is not None and own.itemsize > self._dtype.itemsize else own)
+
+    def host_rows(self, name: str, rows: int, width: int, parts: int) -> list[Tensor]:
+        """A table too large for the device, in its own type and where it is in host memory: `name`.weight, or its
+        `parts` runs of rows, which are all as long but for the last."""
+        stored = [f"{name}.weight"]
+        if stored[0] not in self.names:
+            stored = [f"{name}.shard_{part}.weight" for part in range(parts)]
+        found = []
+        for part in stored:
+            if part not in self.names:
+                raise CheckpointError(f"the checkpoint has no tensor {part!r}; it is incomplete or of another family")
+            found.append(self.weights.tensor(part, "cpu"))
+        sizes = [len(part) if part.dim() == 2 and part.shape[1] == width else -1 for part in found]
+        if sum(sizes) != rows or any(size != sizes[0] for size in sizes[:-1]) or not 0 <= sizes[-1] <= sizes[0]:
+            shapes = ", ".join(map(str, dict.fromkeys(tuple(part.shape) for part in found)))
+            raise CheckpointError(
+                f"{len(found)} tensors of {name!r} have shapes {shapes}, the configuration says {rows} rows of {width}"
+            )
+        return found
 
     def row(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """A vector, which some checkpoints store as a matrix of one row."""

@@ -62,6 +62,7 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="qwen3_vl_moe", decoder="qwen3_vl_moe_text", fixed=True),
         Wrapper(model_type="qwen3_5", decoder="qwen3_5_text", fixed=True),
         Wrapper(model_type="qwen3_5_moe", decoder="qwen3_5_moe_text", fixed=True),
+        Wrapper(model_type="qwen4_exp", decoder="qwen4_exp_text", fixed=True),
         Wrapper(model_type="qwen2_5_omni_thinker", decoder="qwen2_5_omni_text", fixed=True),
         Wrapper(model_type="qwen2_5_omni", decoder="qwen2_5_omni_thinker", fixed=True, key="thinker_config"),
         Wrapper(model_type="qwen3_omni_moe_thinker", decoder="qwen3_omni_moe_text", fixed=True),
@@ -116,7 +117,6 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
         # Around one that runs through transformers
         Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
-        Wrapper(model_type="qwen4_exp", decoder="qwen4_exp_text", fixed=True),
         Wrapper(
             model_type="paligemma",
             decoder="gemma",

@@ -42,7 +42,7 @@ class CacheParts:
     def blocks(self, place: Place) -> BlockPart:
         """What `place` has of every block."""
         model, size = self.model, self.block_size
-        if model.compression is not None:
+        if not model.cut_caches:
             return BlockPart(())  # see `states`
         if model.latent is not None and model.latent.index is not None:
             found = self._indexed(model.latent.index, place)
@@ -94,9 +94,9 @@ class CacheParts:
         return TensorPart(1, 1, (0, int(here)), ((0, 1),), 1, size)
 
     def states(self, place: Place) -> BlockPart:
-        """What `place` has of every state. None of those of layers with entries: engines of several ranks do not hand
-        them over (`startup.engine`)."""
-        if self.model.compression is not None:
+        """What `place` has of every state. None where what layers keep is of several kinds: engines of several ranks do
+        not hand that over (`startup.engine`)."""
+        if not self.model.cut_caches:
             return BlockPart(())
         layers, total = self._layers(place, recurrent=True)
         state, cut = self._state(), self._channels(place)

@@ -78,6 +78,18 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
+    if pipeline > 1 and model.cycles is not None:
+        raise ConfigError(
+            "pipeline_parallel: layers of this model run several times for each token, so that it has no stages; use "
+            "tensor_parallel"
+        )
+    if model.ngrams is not None:
+        begin, end = layer_span(model.num_layers, Place(0, tensor, pipeline))
+        if any(one is not None for one in model.ngrams.layers[end:]):
+            raise ConfigError(
+                f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones look up "
+                "n-grams of token ids, which only the first stage knows; use fewer stages"
+            )
     index = None if model.latent is None else model.latent.index
     for stage in range(pipeline) if index is not None else ():
         begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
@@ -195,6 +207,9 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             chosen=compression.chosen[first:last],
             output_groups=compression.output_groups // parts,
         )
+    ngrams = model.ngrams
+    if ngrams is not None:
+        ngrams = dataclasses.replace(ngrams, layers=ngrams.layers[first:last])
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -215,6 +230,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         mamba=mamba,
         short_conv=short,
         compression=compression,
+        ngrams=ngrams,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

@@ -40,6 +40,7 @@ from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, 
 from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
+from penstock.engine.models.qwen4_exp import NGRAMS
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, given_keys, head_span, kv_head_span, layer_span
 
@@ -93,6 +94,7 @@ class Cuts:
         self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
+            self._gate_cut = Cut(outputs=((heads[0] * model.latent.value, heads[1] * model.latent.value),))
         if model.compression is not None:
             self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
@@ -194,8 +196,8 @@ class Cuts:
             return self._sinks
         if self._gate and self._gate in name:
             return WHOLE if self.place.data else self._gate_cut
-        if f".{POOL}" in name:
-            return WHOLE  # entries and what chooses them are the same for all heads
+        if f".{POOL}" in name or f".{NGRAMS}" in name:
+            return WHOLE  # entries and what chooses them are the same for all heads; n-grams belong to the streams
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]
@@ -528,10 +530,11 @@ def _latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:
     def of(size: int) -> Span:
         return heads[0] * size, heads[1] * size
 
-    queries = Cut(outputs=(of(latent.plain + latent.rotary),))
+    query = latent.plain + latent.rotary
+    queries = Cut(outputs=(of(query),))
     return {
         QUERY: queries,
-        QUERY_UP: queries,
+        QUERY_UP: Cut(outputs=(of(query + latent.value),)) if latent.gated_queries else queries,
         LATENT_UP: Cut(outputs=(of(latent.plain + latent.value),)),
         OUTPUT: Cut(inputs=of(latent.value)),
     }

@@ -23,6 +23,7 @@ from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.experts import ApartExperts, ExpertMlp, NarrowExperts, SharedAndRouted
 from penstock.engine.models.weights import Weights
+from penstock.errors import ConfigError
 
 _BLOCK_SIZE = 16
 
@@ -101,6 +102,10 @@ def calibrate(
     """Take all `windows` of token ids through the model, and each layer through `change`; yields the layers done."""
     model = read_config(weights.config)
     longest = max(map(len, windows))
+    if model.ngrams is not None and any(one is not None for one in model.ngrams.layers):
+        raise ConfigError(f"calibration is not available for {model.family} models, whose layers look up token ids")
+    if model.cycles is not None:
+        raise ConfigError(f"calibration is not available for {model.family} models, whose layers run several times")
     decoder = build_decoder(
         weights,
         model,

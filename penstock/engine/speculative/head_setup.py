@@ -109,6 +109,11 @@ def load_head(
                 f"speculation: {config.speculation} is not available for {target.family} models, which run through "
                 "transformers; use ngram or draft"
             )
+        if target.cycles is not None:
+            raise ConfigError(
+                f"speculation: {config.speculation} is not available for {target.family} models, whose layers run "
+                "several times for each token; use ngram or draft"
+            )
         positions = min(config.max_model_len or target.max_positions, target.max_positions)
         try:
             head = _read(config, weights, target, backend, dtype, positions)

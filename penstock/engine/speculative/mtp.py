@@ -58,12 +58,20 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
+    if not _reads_one_stream(model):
+        return False
     names, tensors = weights.names(), family_of(model.family).names
     layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)
     if layout is None or model.latent is None or model.latent.index is None:
         return layout is not None
     # One that has no indexer attends to what the model's layers chose, which it does not see here.
     return f"{layout.layer}{tensors.attention}{INDEXER}{INDEX_KEYS}.weight" in names
+
+
+def _reads_one_stream(model: ModelConfig) -> bool:
+    """Whether the layer is like those that are composed here: it reads no several streams, and no gate is behind its
+    norms."""
+    return model.streams is None and (model.latent is None or not model.latent.gate_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +147,10 @@ def load_mtp(
     layout = find_mtp(read.names, prefix_of(read.names, family_of(target.family).names), target.num_layers)
     if layout is None:
         raise CheckpointError(f"the checkpoint of this {target.family} model has no MTP layer")
+    if not _reads_one_stream(target):
+        raise CheckpointError(
+            f"speculation: mtp is not available for {target.family} models; use ngram, or a draft model"
+        )
     hidden, config = target.hidden_size, _one_layer(target, layout, read.names)
     decoder_type, layer = compose_one(read, config, layout.layer, max_positions=max_positions, inner=plan.inner)
     return MtpHead(

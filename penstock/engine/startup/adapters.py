@@ -160,6 +160,13 @@ def adapt_model(
             raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
         return None
     _check(config, slots)
+    latent = decoder.config.latent
+    gated = latent is not None and (latent.gated_queries or decoder.config.output_gate)
+    if decoder.config.cycles is not None or gated:
+        raise ConfigError(
+            f"adapters: not available for {decoder.config.family} models; remove adapters and adapter_slots, or merge "
+            "an adapter into the checkpoint"
+        )
     library = decoder if isinstance(decoder, TransformersDecoder) else None
     if library is None:
         layout = layout_of(

@@ -32,7 +32,9 @@ def batch_of(reads: list[int], writes: list[int], positions: list[int]) -> Atten
 def test_decodes_equal_the_plain_ones(values: int, by_channel: bool) -> None:
     """States in place, from one slot to another, from none, and kept nowhere; heads of any width."""
     torch.manual_seed(values)
-    layout = DeltaLayout(2, 4, 16, values, conv=4, grouped=not by_channel, by_channel=by_channel)
+    layout = DeltaLayout(
+        2, 4, 16, values, conv=4, grouped=not by_channel, by_channel=by_channel, sigmoid_gate=by_channel
+    )
     weights = DeltaWeights(
         torch.randn(layout.channels, 4), -torch.rand(4), torch.randn(layout.decays), 1 + torch.randn(values) / 5, 1e-6
     )

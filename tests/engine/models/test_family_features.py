@@ -80,6 +80,10 @@ def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp
         pytest.param("llama4", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("lfm2-moe", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         ("stablelm-head-norms", 2, 1, {}),
+        pytest.param("qwen4-exp", 2, 2, {}, marks=pytest.mark.slow),
+        pytest.param("hrm-text", 2, 1, {}, marks=pytest.mark.slow),
+        pytest.param("axk2", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("hy-v4", 2, 2, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("phi", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("starcoder2", 2, 3, {}, marks=pytest.mark.slow),
         pytest.param("apertus", 2, 3, {}, marks=pytest.mark.slow),
@@ -118,6 +122,7 @@ def test_ranks_give_the_output_of_one_device(
         pytest.param("olmo", (*ATTENTION, "up_proj"), marks=pytest.mark.slow),
         pytest.param("afmoe", ("q_proj", "gate_proj", "o_proj"), marks=pytest.mark.slow),
         pytest.param("minicpm3", ("q_b_proj", "o_proj", "up_proj"), marks=pytest.mark.slow),
+        pytest.param("qwen4-exp", (*ATTENTION, "out_proj"), marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_equals_merging_it(

@@ -29,7 +29,7 @@ from penstock.engine.backends.interface import (
     LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference.latent import with_additions
+from penstock.engine.backends.reference.latent import absorbed_attention
 from penstock.engine.backends.reference.ops import mean_squares
 
 _MAX_CACHES = 1024
@@ -145,12 +145,14 @@ class AttentionOps(NativeOps):
         cache: Tensor,
         scales: Tensor | None = None,
         added: LatentAdditions | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Decodes natively. Prompts in PyTorch, whose matrix products suit them, and all tokens with additions."""
+        """Decodes natively. Prompts in PyTorch, whose matrix products suit them, and all tokens with additions or
+        sinks."""
         decodes, tokens = batch.num_decodes, q.shape[0]
-        if added is not None:
+        if added is not None or sinks is not None:
             alone = self.batch_invariant and decodes == tokens
-            return with_additions(q, kv, layout, weights, cos_sin, batch, cache, scales, added, alone)
+            return absorbed_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone)
         if not decodes:
             return super().latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
         out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype)

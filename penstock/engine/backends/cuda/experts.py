@@ -10,6 +10,7 @@ launch shape.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,7 +94,8 @@ class GroupedExpertMlp:
     @property
     def routes(self) -> bool:
         """Whether kernels choose experts as the router does."""
-        return self.router.table is None and self.router.scoring != "sqrt_softplus"
+        router = self.router
+        return router.table is None and router.scoring != "sqrt_softplus" and router.outside == -math.inf
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""

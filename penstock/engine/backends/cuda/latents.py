@@ -25,12 +25,15 @@ from penstock.engine.backends.cuda.kernels.common import ceil_div
 from penstock.engine.backends.cuda.kernels.latent_tile import ChosenSlots
 from penstock.engine.backends.interface import (
     AttentionBatch,
+    Chosen,
     IndexLayout,
     IndexNorm,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
 )
+from penstock.engine.backends.reference.indexer import PlainIndexing
+from penstock.engine.backends.reference.latent import absorbed_attention
 
 INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -44,7 +47,7 @@ _ALIGNED = 16
 """Tokens are scored in multiples of this: pointers to some of them stay multiples of what kernels are built for."""
 
 
-class LatentOps:
+class LatentOps(PlainIndexing):
     """See `Ops`."""
 
     batch_invariant: bool
@@ -62,13 +65,20 @@ class LatentOps:
         cache: Tensor,
         scales: Tensor | None = None,
         added: LatentAdditions | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if sinks is not None:  # which the kernels do not take
+            alone = self.batch_invariant and batch.num_decodes == q.shape[0]
+            return absorbed_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone)
         return self._attend_latents(q, kv, layout, weights, cos_sin, batch, cache, scales, added, None)
 
     def store_index_keys(
         self, keys: Tensor, norm: IndexNorm, layout: IndexLayout, cos_sin: Tensor, batch: AttentionBatch, cache: Tensor
     ) -> None:
-        index_rows.store_keys(keys, norm, layout, cos_sin, batch, cache, pdl=self.pdl)
+        if layout.rotates_last:
+            PlainIndexing.store_index_keys(self, keys, norm, layout, cos_sin, batch, cache)
+        else:
+            index_rows.store_keys(keys, norm, layout, cos_sin, batch, cache, pdl=self.pdl)
 
     def choose_tokens(
         self,
@@ -81,8 +91,12 @@ class LatentOps:
         block_size: int,
         *,
         every: bool = False,
-    ) -> ChosenSlots | None:
+    ) -> Chosen:
         """`every` changes nothing: additions apply to sequences that see everything as well; see `attend_chosen`."""
+        if layout.rotates_last:
+            return PlainIndexing.choose_tokens(
+                self, queries, weights, layout, cos_sin, batch, cache, block_size, every=every
+            )
         tokens, decodes, device = queries.shape[0], batch.num_decodes, queries.device
         longest = batch.max_context if batch.longest is None else batch.longest
         if longest <= layout.most:
@@ -121,8 +135,13 @@ class LatentOps:
         cache: Tensor,
         scales: Tensor | None,
         added: LatentAdditions | None,
-        chosen: ChosenSlots,
+        chosen: Chosen,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if sinks is not None:
+            return PlainIndexing.attend_chosen(
+                self, q, kv, layout, weights, cos_sin, batch, cache, scales, added, chosen, sinks
+            )
         return self._attend_latents(q, kv, layout, weights, cos_sin, batch, cache, scales, added, chosen)
 
     def _attend_latents(

@@ -49,12 +49,13 @@ from penstock.engine.backends.interface import (
     Pointwise,
     ShortConvWeights,
 )
+from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 
 log = logging.getLogger(__name__)
 
 
-class TritonOps(LatentOps, PlainCompression):
+class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
     """See `Ops`."""
 
     wide_stream = False

@@ -34,6 +34,7 @@ from penstock.engine.backends.interface.batch import (
     StepShare,
     attended,
 )
+from penstock.engine.backends.interface.block_index import BlockIndex, BlockIndexLayout, BlockIndexOps
 from penstock.engine.backends.interface.compression import (
     CompressionCache,
     CompressionLayout,
@@ -92,6 +93,9 @@ __all__ = [
     "ActivationOps",
     "AttentionBatch",
     "AttentionOps",
+    "BlockIndex",
+    "BlockIndexLayout",
+    "BlockIndexOps",
     "Chosen",
     "ChosenTokens",
     "ClampedSilu",

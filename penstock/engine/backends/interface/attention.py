@@ -170,6 +170,7 @@ class AttentionOps(Protocol):
         cache: Tensor,
         scales: Tensor | None = None,
         added: LatentAdditions | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention over cached latents: [T, heads * value].
 
@@ -177,7 +178,7 @@ class AttentionOps(Protocol):
         normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
         [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
         `SCALE_DTYPE` [num_blocks, block_size], written with the tokens. With `added` `weights.up` is absorbed for all
-        tokens.
+        tokens. `sinks`: see `attention`.
         """
         ...
 

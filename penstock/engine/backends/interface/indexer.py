@@ -23,11 +23,12 @@ class IndexLayout:
     heads: int
     dim: int
     rotary: int
-    """Dimensions of a head that are rotated: the first ones."""
+    """Dimensions of a head that are rotated: the first ones, or the last ones."""
     most: int
     """Tokens that are chosen."""
     interleaved: bool
     """Whether rotation pairs neighbouring dimensions; else dimension i with i + rotary / 2."""
+    rotates_last: bool = False
 
 
 class IndexNorm(NamedTuple):
@@ -95,6 +96,7 @@ class IndexOps(Protocol):
         scales: Tensor | None,
         added: LatentAdditions | None,
         chosen: Chosen,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`latent_attention` in which the sequences of `chosen` see those tokens only. With `added`, these must be all
         sequences of the step."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import AttentionOps
+from penstock.engine.backends.interface.block_index import BlockIndexOps
 from penstock.engine.backends.interface.compression import CompressionOps
 from penstock.engine.backends.interface.indexer import IndexOps
 from penstock.engine.backends.interface.links import Link
@@ -25,7 +26,7 @@ class LinkedProducts(Protocol):
         ...
 
 
-class Ops(ActivationOps, AttentionOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
+class Ops(ActivationOps, AttentionOps, BlockIndexOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
     wide_stream: bool

@@ -26,8 +26,10 @@ class DeltaLayout:
     row of gates likewise with the update rates and decays of its value heads; else all queries come first, then all
     keys, values and output gates."""
     by_channel: bool = False
-    """Whether every channel of a key has a decay of its own (KDA), where others have one for each value head. Output
-    gates are then sigmoids, in place of silu. Not with `grouped`."""
+    """Whether every channel of a key has a decay of its own (KDA), where others have one for each value head. Not with
+    `grouped`."""
+    sigmoid_gate: bool = False
+    """Whether output gates are sigmoids, not SiLUs."""
 
     @property
     def channels(self) -> int:

@@ -75,8 +75,8 @@ def delta_net(
             _run(heads.of(begin, end), int(states.reads[begin]), writes[begin:end], state_cache, out[begin:end])
         begin = max(end, begin + 1)
     normed = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
-    gate = z.view_as(out).float()
-    gated = normed * (gate.sigmoid() if layout.by_channel else F.silu(gate))
+    z = z.view_as(out).float()
+    gated = normed * (z.sigmoid() if layout.sigmoid_gate else F.silu(z))
     return gated.view(tokens, -1).to(projected.dtype)
 
 

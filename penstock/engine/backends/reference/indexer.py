@@ -25,7 +25,7 @@ from penstock.engine.backends.interface import (
     LatentLayout,
     LatentWeights,
 )
-from penstock.engine.backends.reference.latent import absorb, gather, prepare, rotate, values_of
+from penstock.engine.backends.reference.latent import absorb, attend, gather, prepare, rotate, values_of
 
 _BYTES = 64 << 20
 """Scores, or gathered latents, that are made at a time, at most."""
@@ -46,6 +46,7 @@ class PlainIndexing(ABC):
         cache: Tensor,
         scales: Tensor | None = None,
         added: LatentAdditions | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def store_index_keys(
@@ -97,24 +98,30 @@ class PlainIndexing(ABC):
         scales: Tensor | None,
         added: LatentAdditions | None,
         chosen: Chosen,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         few = {one.sequence for one in chosen}
         others = [i for i in range(len(batch.context_lens)) if i not in few]
         if not others:
-            return _attend(q, kv, layout, weights, cos_sin, batch, cache, scales, added, chosen)
-        assert added is None
+            return _attend(q, kv, layout, weights, cos_sin, batch, cache, scales, added, chosen, sinks)
         if not few:
-            return self.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
+            return self.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks)
+        assert added is None
         out = q.new_empty(q.shape[0], layout.heads * layout.value)
         tokens, part = _part(batch, others)
-        out[tokens] = self.latent_attention(q[tokens], kv[tokens], layout, weights, cos_sin, part, cache, scales)
+        some = q[tokens], kv[tokens]
+        out[tokens] = self.latent_attention(*some, layout, weights, cos_sin, part, cache, scales, None, sinks)
         tokens, part = _part(batch, sorted(few))
-        out[tokens] = _attend(q[tokens], kv[tokens], layout, weights, cos_sin, part, cache, scales, None, chosen)
+        some = q[tokens], kv[tokens]
+        out[tokens] = _attend(*some, layout, weights, cos_sin, part, cache, scales, None, chosen, sinks)
         return out
 
 
 def _rotated(x: Tensor, layout: IndexLayout, table: Tensor) -> Tensor:
-    half = layout.rotary // 2
+    half, rest = layout.rotary // 2, layout.dim - layout.rotary
+    if layout.rotates_last:
+        turned = rotate(x[..., rest:], table[..., :half], table[..., half:], layout.interleaved)
+        return torch.cat((x[..., :rest], turned), -1)
     turned = rotate(x[..., : layout.rotary], table[..., :half], table[..., half:], layout.interleaved)
     return torch.cat((turned, x[..., layout.rotary :]), -1)
 
@@ -196,6 +203,7 @@ def _attend(
     scales: Tensor | None,
     added: LatentAdditions | None,
     chosen: Chosen,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Of a step whose sequences are those of `chosen`. Each is computed alone."""
     plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
@@ -212,7 +220,7 @@ def _attend(
         absorbed = torch.cat((queries, rotated), -1)
     seen = q.new_empty(tokens, layout.heads, layout.latent)
     for run, one in zip(runs, chosen, strict=True):
-        seen[run] = _over(absorbed[run], one, layout, cache, scales)
+        seen[run] = _over(absorbed[run], one, layout, cache, scales, sinks)
     if added is not None:
         added.turn(seen)
     out = q.new_empty(tokens, layout.heads, layout.value)
@@ -223,7 +231,14 @@ def _attend(
     return out.view(tokens, -1)
 
 
-def _over(q: Tensor, chosen: ChosenTokens, layout: LatentLayout, cache: Tensor, scales: Tensor | None) -> Tensor:
+def _over(
+    q: Tensor,
+    chosen: ChosenTokens,
+    layout: LatentLayout,
+    cache: Tensor,
+    scales: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """What absorbed queries see of chosen tokens: [new, heads, latent]."""
     slots, valid = chosen.slots, chosen.valid
     rows = cache.view(-1, 1, cache.shape[-1])
@@ -235,7 +250,6 @@ def _over(q: Tensor, chosen: ChosenTokens, layout: LatentLayout, cache: Tensor, 
         latents = gather(rows, row_scales, slots[part], q.dtype)
         # A place for which there is no token holds anything, and a weight of zero does not silence a NaN.
         latents = latents.masked_fill(~valid[part].unsqueeze(-1), 0)
-        seen[part] = F.scaled_dot_product_attention(
-            q[part], latents, latents[..., : layout.latent], attn_mask=valid[part].unsqueeze(1), scale=layout.scale
-        )
+        values, visible = latents[..., : layout.latent], valid[part].unsqueeze(1)
+        seen[part] = attend(q[part], latents, values, visible, layout.scale, sinks)
     return seen

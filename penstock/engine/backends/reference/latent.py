@@ -39,10 +39,16 @@ def latent_attention(
     cache: Tensor,
     scales: Tensor | None,
     added: LatentAdditions | None = None,
+    sinks: Tensor | None = None,
+    *,
+    alone: bool = False,
 ) -> Tensor:
-    """See `Ops`."""
+    """See `Ops`. `alone`: with sinks, tokens that decode one at a time."""
+    if sinks is not None:
+        alone = alone and batch.num_decodes == q.shape[0]
+        return absorbed_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone)
     if added is not None:
-        return with_additions(q, kv, layout, weights, cos_sin, batch, cache, scales, added)
+        return absorbed_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added)
     plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
     out = q.new_empty(q.shape[0], layout.heads, layout.value)
     decodes = batch.num_decodes
@@ -59,7 +65,7 @@ def latent_attention(
     return out.view(q.shape[0], -1)
 
 
-def with_additions(
+def absorbed_attention(
     q: Tensor,
     kv: Tensor,
     layout: LatentLayout,
@@ -68,36 +74,41 @@ def with_additions(
     batch: AttentionBatch,
     cache: Tensor,
     scales: Tensor | None,
-    added: LatentAdditions,
+    added: LatentAdditions | None,
+    sinks: Tensor | None = None,
     alone: bool = False,
 ) -> Tensor:
-    """The same, absorbed, with something added on both sides. `alone`: products of one token at a time, so that they do
-    not depend on the others; all tokens decode then."""
+    """The same, absorbed for all tokens, perhaps with something added on both sides, or with sinks. `alone`: products
+    of one token at a time, so that they do not depend on the others; all tokens decode then."""
     plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
     tokens, decodes = q.shape[0], batch.num_decodes
     runs = [slice(i, i + 1) for i in range(tokens)] if alone else [slice(0, tokens)]
-    added.scale(plain)
+    if added is not None:
+        added.scale(plain)
     queries = q.new_empty(tokens, layout.heads, layout.latent)
     for run in runs:
         queries[run] = torch.bmm(plain[run].transpose(0, 1), weights.up[:, : layout.plain]).transpose(0, 1)
-    added.queries(plain, queries)
+    if added is not None:
+        added.queries(plain, queries)
     absorbed, seen = torch.cat((queries, rotated), -1), torch.empty_like(queries)
     for run in runs if alone else [slice(0, decodes)]:
         if run.stop > run.start:
             lens = batch.context_lens[run]
             some = replace(batch, rows=batch.rows[run], context_lens=lens, max_context=int(lens.max()))
-            seen[run] = _attend_decodes(absorbed[run], layout, some, cache, scales)
+            seen[run] = _attend_decodes(absorbed[run], layout, some, cache, scales, sinks)
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
     for i in range(decodes, len(contexts)):
         new = slice(starts[i], starts[i + 1])
         table = batch.block_tables[batch.rows[i], : -(-contexts[i] // cache.shape[1])]
         latents = gather(cache, scales, table, q.dtype)[: contexts[i]]
-        seen[new] = _attend_absorbed(absorbed[new], layout, latents)
-    added.turn(seen)
+        seen[new] = _attend_absorbed(absorbed[new], layout, latents, sinks)
+    if added is not None:
+        added.turn(seen)
     out = q.new_empty(tokens, layout.heads, layout.value)
     for run in runs:
         out[run] = values_of(seen[run], layout, weights)
-    added.values(seen, out)
+    if added is not None:
+        added.values(seen, out)
     return out.view(tokens, -1)
 
 
@@ -168,8 +179,23 @@ def values_of(seen: Tensor, layout: LatentLayout, weights: LatentWeights) -> Ten
     return torch.bmm(seen.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
 
 
+def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """`sinks` [heads]: `q` is [..., heads, head_dim], `keys` [..., n, head_dim]."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale)
+    scores = (torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale).masked_fill(~visible, float("-inf"))
+    sink = sinks.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, values.float()).to(q.dtype)
+
+
 def _attend_decodes(
-    q: Tensor, layout: LatentLayout, batch: AttentionBatch, cache: Tensor, scales: Tensor | None
+    q: Tensor,
+    layout: LatentLayout,
+    batch: AttentionBatch,
+    cache: Tensor,
+    scales: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     count, block_size = q.shape[0], cache.shape[1]
     width = -(-batch.max_context // block_size)
@@ -179,7 +205,7 @@ def _attend_decodes(
     tables = tables * visible.view(count, width, block_size).any(-1)
     latents = gather(cache, scales, tables, q.dtype).masked_fill(~visible.unsqueeze(-1), 0)
     values = latents[..., : layout.latent]
-    return F.scaled_dot_product_attention(q, latents, values, attn_mask=visible.unsqueeze(1), scale=layout.scale)
+    return attend(q, latents, values, visible.unsqueeze(1), layout.scale, sinks)
 
 
 def _attend_one(
@@ -210,8 +236,12 @@ def _attend_one(
     return out.transpose(0, 1)
 
 
-def _attend_absorbed(q: Tensor, layout: LatentLayout, latents: Tensor) -> Tensor:
+def _attend_absorbed(q: Tensor, layout: LatentLayout, latents: Tensor, sinks: Tensor | None = None) -> Tensor:
     """The last tokens of one sequence, in the space of latents: what they have seen [new, heads, latent]."""
+    if sinks is not None:
+        return attend(
+            q, latents, latents[:, : layout.latent], _visible(q.shape[0], latents)[:, None], layout.scale, sinks
+        )
     keys, values = latents.expand(layout.heads, -1, -1), latents[:, : layout.latent].expand(layout.heads, -1, -1)
     visible = _visible(q.shape[0], latents)
     seen = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=visible, scale=layout.scale)

@@ -18,11 +18,12 @@ from penstock.engine.backends.interface import (
     ShortConvWeights,
 )
 from penstock.engine.backends.reference import delta, latent, mamba, short_conv
+from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
 
 
-class PlainMixers(PlainIndexing, PlainCompression):
+class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
     """See `Ops`."""
 
     def latent_attention(
@@ -36,8 +37,11 @@ class PlainMixers(PlainIndexing, PlainCompression):
         cache: Tensor,
         scales: Tensor | None = None,
         added: LatentAdditions | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added)
+        return latent.latent_attention(
+            q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone=self.batch_invariant
+        )
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

@@ -10,6 +10,7 @@ from penstock.engine.models.families.afmoe import AFMOE
 from penstock.engine.models.families.apertus import APERTUS
 from penstock.engine.models.families.arcee import ARCEE
 from penstock.engine.models.families.axk1 import AXK1
+from penstock.engine.models.families.axk2 import AXK2
 from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
@@ -50,8 +51,10 @@ from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from penstock.engine.models.families.helium import HELIUM
+from penstock.engine.models.families.hrm_text import HRM_TEXT
 from penstock.engine.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from penstock.engine.models.families.hy_v3 import HY_V3
+from penstock.engine.models.families.hy_v4 import HY_V4
 from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
 from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.kimi_linear import KIMI_LINEAR
@@ -81,6 +84,7 @@ from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
+from penstock.engine.models.families.qwen4_exp import QWEN4_EXP
 from penstock.engine.models.families.seed_oss import SEED_OSS
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
@@ -197,6 +201,10 @@ FAMILIES: dict[str, Family] = {
         GEMMA4,
         GEMMA4_UNIFIED,
         MISTRAL4,
+        QWEN4_EXP,
+        AXK2,
+        HY_V4,
+        HRM_TEXT,
     )
 }
 """By `model_type`."""

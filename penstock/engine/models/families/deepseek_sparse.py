@@ -39,7 +39,7 @@ from penstock.errors import CheckpointError
 if TYPE_CHECKING:
     from penstock.engine.models.architecture import Architecture
 
-_KEYS = frozenset({
+SPARSE_KEYS = frozenset({
     "attention_bias", "first_k_dense_replace", "index_head_dim", "index_n_heads", "index_topk", "kv_lora_rank",
     "mlp_layer_types", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts",
     "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts", "num_mtp_layers",
@@ -47,7 +47,7 @@ _KEYS = frozenset({
     "routed_scaling_factor", "topk_group", "v_head_dim",
 })  # fmt: skip
 _SHARING = frozenset({"indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"})
-_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
+SPARSE_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
 _KIND_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 """What `layer_types` calls these layers now, and what transformers before 5.18 called them."""
 _CONTEXT_OF_SHARING = 1 << 20
@@ -82,8 +82,8 @@ def _sparse_layers(raw: HFConfig) -> tuple[bool, ...]:
     return tuple(kind == "sparse" for kind in kinds)
 
 
-def _experts(raw: HFConfig) -> MoeConfig | None:
-    layers, ffn = _sparse_layers(raw), integer(raw, "moe_intermediate_size")
+def _experts(raw: HFConfig, layers: tuple[bool, ...]) -> MoeConfig | None:
+    ffn = integer(raw, "moe_intermediate_size")
     if not any(layers):
         return None
     # All three keys mean the same; the reference prefers `num_local_experts`, then `num_experts`.
@@ -104,7 +104,7 @@ def _experts(raw: HFConfig) -> MoeConfig | None:
     )
 
 
-def _own_indexers(raw: HFConfig) -> tuple[bool, ...]:
+def own_indexers(raw: HFConfig) -> tuple[bool, ...]:
     """Which layers of GLM-5 have one: named, as a pattern, or every n-th."""
     layers, kinds, pattern = layer_count(raw), raw.get("indexer_types"), raw.get("index_topk_pattern")
     if kinds is None and pattern is None:
@@ -128,7 +128,8 @@ def _own_indexers(raw: HFConfig) -> tuple[bool, ...]:
     return tuple(kind == "full" for kind in kinds)
 
 
-def _fields(raw: HFConfig, interleaved: bool, own: tuple[bool, ...]) -> ConfigFields:
+def sparse_fields(raw: HFConfig, interleaved: bool, own: tuple[bool, ...], sparse: tuple[bool, ...]) -> ConfigFields:
+    """`interleaved`: whether indexers rotate neighbours; `own`: which layers have one, `sparse`: which have experts."""
     kinds = raw.get("layer_types")
     if kinds is not None and not any(kinds == [name] * layer_count(raw) for name in _KIND_NAMES):
         raise CheckpointError(
@@ -148,15 +149,15 @@ def _fields(raw: HFConfig, interleaved: bool, own: tuple[bool, ...]) -> ConfigFi
         raise CheckpointError(
             f"index_head_dim is {index.dim}, of which qk_rope_head_dim, {fields['latent'].rotary}, are rotated"
         )
-    return {**fields, "latent": replace(fields["latent"], index=index), "moe": _experts(raw)}
+    return {**fields, "latent": replace(fields["latent"], index=index), "moe": _experts(raw, sparse)}
 
 
 def _deepseek_fields(raw: HFConfig) -> ConfigFields:
-    return _fields(raw, False, (True,) * layer_count(raw))
+    return sparse_fields(raw, False, (True,) * layer_count(raw), _sparse_layers(raw))
 
 
 def _glm_fields(raw: HFConfig) -> ConfigFields:
-    return _fields(raw, True, _own_indexers(raw))
+    return sparse_fields(raw, True, own_indexers(raw), _sparse_layers(raw))
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> dict[str, Any]:
@@ -201,17 +202,17 @@ DEEPSEEK_V32 = Family(
     model_type="deepseek_v32",
     class_name="DeepseekV32ForCausalLM",
     fields=_deepseek_fields,
-    reads=_KEYS,
+    reads=SPARSE_KEYS,
     limits={**_LIMITS, "indexer_rope_interleave": (False,)},
     gguf=_FORMAT,
-    names=_NAMES,
+    names=SPARSE_NAMES,
     architecture=_architecture,
 )
 GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
     class_name="GlmMoeDsaForCausalLM",
     fields=_glm_fields,
-    reads=_KEYS | _SHARING,
+    reads=SPARSE_KEYS | _SHARING,
     limits={**_LIMITS, "indexer_rope_interleave": (True,)},
     gguf=replace(
         _FORMAT,
@@ -219,6 +220,6 @@ GLM_MOE_DSA = Family(
         config=_glm_from_gguf,
         reads=_FORMAT.reads | AXES | {"attention.indexer.types"},
     ),
-    names=_NAMES,
+    names=SPARSE_NAMES,
     architecture=_architecture,
 )

@@ -16,12 +16,15 @@ from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
 from penstock.engine.models.model_config import (
+    BlockIndexConfig,
     CompressionConfig,
+    CyclesConfig,
     DeltaConfig,
     LatentConfig,
     LayerPart,
     MambaConfig,
     MoeConfig,
+    NgramConfig,
     QueryGrowth,
     ShortConvConfig,
     StreamsConfig,
@@ -108,6 +111,9 @@ class ConfigFields(TypedDict, total=False):
     row_norms: bool
     short_conv: ShortConvConfig
     streams: StreamsConfig
+    block_index: BlockIndexConfig
+    ngrams: NgramConfig
+    cycles: CyclesConfig
     tied_embeddings: bool
     windows: Windows
 

@@ -39,24 +39,27 @@ def hybrid_architecture() -> Architecture:
     return QWEN3_NEXT_LIKE
 
 
-def hybrid_fields(raw: HFConfig, *, grouped: bool) -> ConfigFields:
-    """What the families with delta nets have in common; `grouped`: see `DeltaLayout`."""
+def hybrid_fields(
+    raw: HFConfig, *, grouped: bool, rotated: float = _ROTATED, attention: tuple[str, ...] = (ATTENTION,)
+) -> ConfigFields:
+    """What the families with delta nets have in common; `grouped`: see `DeltaLayout`. `rotated`: the share of a head
+    where the configuration does not say it; `attention`: what `layer_types` calls the other layers."""
     bias = flag(raw, "attention_bias")
     rope: Any = raw.get("rope_scaling") or raw.get("rope_parameters")
     if isinstance(rope, dict):
         # Axes of images; those of text are all the position.
         rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-    rotated = {key: value for key, value in raw.items() if value is not None}
+    keys = {key: value for key, value in raw.items() if value is not None}
     if "partial_rotary_factor" not in raw:  # null means all of it, as in the reference
-        rotated["partial_rotary_factor"] = _ROTATED
+        keys["partial_rotary_factor"] = rotated
     return {
         "qkv_bias": bias,
         "output_bias": bias,
         "qk_norm": True,
         "gated_attention": True,
-        "rope": read_rope(rotated, rope or {}, partial=True),
+        "rope": read_rope(keys, rope or {}, partial=True),
         "delta": DeltaConfig(
-            layers=_recurrent_layers(raw),
+            layers=_recurrent_layers(raw, attention),
             k_heads=integer(raw, "linear_num_key_heads"),
             v_heads=integer(raw, "linear_num_value_heads"),
             k_dim=integer(raw, "linear_key_head_dim"),
@@ -67,19 +70,19 @@ def hybrid_fields(raw: HFConfig, *, grouped: bool) -> ConfigFields:
     }
 
 
-def _recurrent_layers(raw: HFConfig) -> tuple[bool, ...]:
+def _recurrent_layers(raw: HFConfig, attention: tuple[str, ...]) -> tuple[bool, ...]:
     if raw.get("layer_types") is None:
         interval = integer(raw, "full_attention_interval", _INTERVAL)
         return tuple((index + 1) % interval != 0 for index in range(layer_count(raw)))
-    return recurrent_by_type(raw)
+    return recurrent_by_type(raw, attention)
 
 
-def recurrent_by_type(raw: HFConfig) -> tuple[bool, ...]:
-    """From `layer_types`: which layers have linear attention."""
-    layers, kinds = layer_count(raw), raw["layer_types"]
-    if not isinstance(kinds, list | tuple) or {*map(str, kinds)} - {RECURRENT, ATTENTION} or len(kinds) != layers:
+def recurrent_by_type(raw: HFConfig, attention: tuple[str, ...] = (ATTENTION,)) -> tuple[bool, ...]:
+    """From `layer_types`: which layers have linear attention. `attention`: what the others may be called."""
+    layers, kinds, known = layer_count(raw), raw["layer_types"], (RECURRENT, *attention)
+    if not isinstance(kinds, list | tuple) or {*map(str, kinds)} - {*known} or len(kinds) != layers:
         raise CheckpointError(
-            f"layer_types must name one of {RECURRENT}, {ATTENTION} for each of {layers} layers, found {kinds!r:.80}"
+            f"layer_types must name one of {', '.join(known)} for each of {layers} layers, found {kinds!r:.80}"
         )
     return tuple(kind == RECURRENT for kind in kinds)
 

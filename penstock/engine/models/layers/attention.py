@@ -19,7 +19,7 @@ from penstock.engine.backends.interface import (
     Ops,
     OverRanks,
 )
-from penstock.engine.kv.kinds import OfLayer, PagedKV, PagedKVCache
+from penstock.engine.kv.kinds import CacheKind, OfLayer, PagedKV, PagedKVCache
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -93,7 +93,7 @@ class Attention:
     def weight_bytes(self) -> int:
         return self.qkv.weight_bytes + self.output.weight_bytes
 
-    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV | OfLayer:
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
         if self.source is not None:
             return OfLayer(self.source)
         return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)

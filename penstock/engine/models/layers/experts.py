@@ -9,6 +9,7 @@ whose experts are here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -49,6 +50,7 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "best"
+    outside: float = -math.inf
     scale: float = 1.0
     weight_inputs: bool = False
     total_eps: float = SMALL_TOTAL
@@ -81,7 +83,9 @@ class Router:
             choice = scores if self.bias is None else scores + self.bias
             if self.groups > 1:
                 others = ~self._in_best_groups(choice)
-                scores, choice = scores.masked_fill(others, 0.0), choice.masked_fill(others, float("-inf"))
+                if self.outside == -math.inf:
+                    scores = scores.masked_fill(others, 0.0)
+                choice = choice.masked_fill(others, self.outside)
             experts = choice.topk(self.top_k, dim=-1).indices
             weights = scores.gather(1, experts)
         if self.normalize:

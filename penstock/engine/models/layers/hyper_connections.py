@@ -26,12 +26,14 @@ class Entered(NamedTuple):
     """[T, hidden], as the streams are."""
     added: Tensor
     """float32 [T, streams]: factors of the output."""
-    mixed: Tensor
-    """float32 [T, streams, streams]: what of each stream (first) goes to each (second)."""
+    mixed: Tensor | None
+    """float32 [T, streams, streams]: what of each stream (first) goes to each (second); None: they stay apart."""
 
     def leave(self, y: Tensor, streams: Tensor) -> Tensor:
         """The streams behind the part, which gave `y`."""
         added = self.added.unsqueeze(-1) * y.unsqueeze(1)
+        if self.mixed is None:
+            return (added + streams).to(streams.dtype)
         # One product after another: how a matrix product is added up may depend on how many tokens there are.
         parts = [self.mixed[:, i].unsqueeze(-1) * streams[:, i : i + 1] for i in range(streams.shape[1])]
         return reduce(torch.add, parts, added).to(streams.dtype)
@@ -42,7 +44,8 @@ class HyperConnection:
     """Around one part of a layer."""
 
     weight: Tensor
-    """float32 [(2 + n) * n, n * hidden] for n streams: for what is read, what is added, what is mixed."""
+    """float32 [(2 + n) * n, n * hidden] for n streams: for what is read, what is added, what is mixed; [2 * n, n *
+    hidden] where nothing is."""
     base: Tensor
     scale: Tensor
     """float32 [(2 + n) * n]: what is added to the scores, once they are multiplied by the other."""
@@ -53,19 +56,29 @@ class HyperConnection:
 
     def enter(self, streams: Tensor) -> Entered:
         if self.alone() and len(streams) > 1:
-            return Entered(*(torch.cat(parts) for parts in zip(*map(self._enter, _singly(streams)), strict=True)))
+            each = [self._enter(one) for one in _singly(streams)]
+            mixed = [one.mixed for one in each if one.mixed is not None]
+            return Entered(
+                torch.cat([one.x for one in each]),
+                torch.cat([one.added for one in each]),
+                torch.cat(mixed) if mixed else None,
+            )
         return self._enter(streams)
 
     def _enter(self, streams: Tensor) -> Entered:
         n, eps = self.streams.count, self.streams.eps
         scores = F.linear(_normed(streams, self.norm_eps), self.weight) * self.scale + self.base
         read, added, mixed = scores[:, :n], scores[:, n : 2 * n], scores[:, 2 * n :]
+        x = _added_up(read.sigmoid() + eps, streams)
+        factors = self.streams.magnitude * added.sigmoid() + (eps if self.streams.eps_added else 0.0)
+        if not self.streams.rounds:
+            return Entered(x, factors, None)
         weights = mixed.reshape(-1, n, n).softmax(-1) + eps
         weights = weights / (weights.sum(-2, keepdim=True) + eps)
         for _ in range(self.streams.rounds - 1):
             weights = weights / (weights.sum(-1, keepdim=True) + eps)
             weights = weights / (weights.sum(-2, keepdim=True) + eps)
-        return Entered(_added_up(read.sigmoid() + eps, streams), 2 * added.sigmoid(), weights)
+        return Entered(x, factors, weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,18 @@ class LatentAttention:
     """float32 [positions]: what queries are multiplied by."""
     indexer: Indexer | None = None
     """What chooses them; None: they are those that the last layer with an indexer chose."""
+    gated_queries: bool = False
+    """Whether `query_up` reads the narrower vector with its norm and without, and gives for each head a query and a
+    gate of its output."""
+    output_gate: Linear | None = None
+    """Of a gate that is made of what `inputs` reads."""
+    sinks: Tensor | None = None
+    """float32 [heads]; see `Attention`."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         own = (self.inputs, self.output) if self.query_up is None else (self.inputs, self.query_up, self.output)
+        own = own if self.output_gate is None else (*own, self.output_gate)
         return own if self.indexer is None else (*own, *self.indexer.linears)
 
     @property
@@ -79,22 +87,35 @@ class LatentAttention:
         made = self.inputs(x)
         split = made.shape[1] - self.heads.cached
         q, kv = made[:, :split], made[:, split:]
-        narrow = q
+        narrow, gate = q, None if self.output_gate is None else self.output_gate(x)
         if self.query_up is not None and self.query_norm is not None:
             narrow = self.ops.rms_norm(q, self.query_norm, self.weights.eps)
-            q = self.query_up(narrow)
-        q = self._grown(q, batch)
+            if self.gated_queries:
+                q, gate = self._split(self.query_up(torch.cat((narrow, q), -1)))
+            else:
+                q = self.query_up(narrow)
+        seen = self._seen(x, narrow, self._grown(q, batch), kv, batch, cache)
+        return self.output(seen if gate is None else self.attention_ops.sigmoid_mul(seen, gate))
+
+    def _split(self, made: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and gates."""
+        heads = made.view(len(made), self.heads.heads, -1)
+        queries, gates = heads[..., : self.heads.query], heads[..., self.heads.query :]
+        return queries.reshape(len(made), -1), gates.reshape(len(made), -1)
+
+    def _seen(self, x: Any, narrow: Tensor, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: Any) -> Tensor:
+        """[T, heads * value]."""
         if self.most is None:
-            return self.output(self._attend(q, kv, batch, cache))
+            return self._attend(q, kv, batch, cache)
         latents = cache if self.indexer is None else cache[0]
         chosen = self._choose(x, narrow, batch, latents, None if self.indexer is None else cache[1])
         if not chosen:
-            return self.output(self._attend(q, kv, batch, latents))
+            return self._attend(q, kv, batch, latents)
         scales = self.cache_scale if latents.scales is None else latents.scales
-        seen = self.attention_ops.attend_chosen(
-            q, kv, self.heads, self.weights, self.cos_sin, batch, latents.latents, scales, self.additions, chosen
-        )
-        return self.output(seen)
+        return self.attention_ops.attend_chosen(
+            q, kv, self.heads, self.weights, self.cos_sin, batch, latents.latents, scales, self.additions, chosen,
+            self.sinks,
+        )  # fmt: skip
 
     def _choose(
         self, x: Tensor, narrow: Tensor, batch: AttentionBatch, latents: PagedLatentCache, keys: Tensor | None
@@ -140,5 +161,5 @@ class LatentAttention:
     def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales
         return self.attention_ops.latent_attention(
-            q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales, self.additions
+            q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales, self.additions, self.sinks
         )

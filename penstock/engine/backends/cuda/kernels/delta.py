@@ -30,7 +30,7 @@ def _norm_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     GROUPED: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -45,7 +45,7 @@ def _norm_kernel(
     at = (token * V_HEADS + head) * V_DIM + vs
     o = tl.load(o_ptr + at, mask=mask, other=0.0)
     z = tl.load(x_ptr + token * x_stride + z_col + vs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, gated_norm(o, z, norm, V_DIM, eps, BY_CHANNEL).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, gated_norm(o, z, norm, V_DIM, eps, SIGMOID).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def delta_net(
@@ -84,7 +84,7 @@ def delta_net(
     if later:
         launch(
             _norm_kernel, (tokens, layout.v_heads), raw, projected, weights.norm, out, projected.stride(0),
-            weights.eps, **head_shape(layout), GROUPED=layout.grouped, BY_CHANNEL=layout.by_channel,
+            weights.eps, **head_shape(layout), GROUPED=layout.grouped, SIGMOID=layout.sigmoid_gate,
             BLOCK_V=max(LEAST_SIDE, next_power_of_2(layout.v_dim)), num_warps=1, pdl=pdl,
         )  # fmt: skip
     return out

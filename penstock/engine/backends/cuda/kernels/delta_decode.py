@@ -57,6 +57,7 @@ def _decode_kernel(
     CONV: tl.constexpr,
     GROUPED: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
@@ -139,7 +140,7 @@ def _decode_kernel(
             if NORM == NORM_HERE:
                 z = tl.load(x_ptr + token * x_stride + z_col + vs, mask=v_mask, other=0.0).to(tl.float32)
                 norm = tl.load(norm_ptr + vs, mask=v_mask, other=0.0)
-                o = gated_norm(o, z, norm, V_DIM, eps, BY_CHANNEL)
+                o = gated_norm(o, z, norm, V_DIM, eps, SIGMOID)
                 tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=v_mask)
             else:
                 tl.store(raw_ptr + at, o, mask=v_mask)
@@ -170,7 +171,7 @@ def _decode_kernel(
                     at = (token * V_HEADS + head) * V_DIM + wide
                     o = tl.load(raw_ptr + at, mask=all_mask, other=0.0)
                     z = tl.load(x_ptr + token * x_stride + z_col + wide, mask=all_mask, other=0.0).to(tl.float32)
-                    o = gated_norm(o, z, norm, V_DIM, eps, BY_CHANNEL)
+                    o = gated_norm(o, z, norm, V_DIM, eps, SIGMOID)
                     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=all_mask)
 
 
@@ -229,7 +230,8 @@ def decode(
         raw, raw if out is None else out, counters, batch.positions, states.first, states.last, states.reads,
         states.writes, projected.stride(0), gates.stride(0), weights.eps,
         **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BY_CHANNEL=layout.by_channel,
-        BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)), BLOCK_V=block_v // parts, BLOCK_ROW=block_v,
+        SIGMOID=layout.sigmoid_gate, BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)),
+        BLOCK_V=block_v // parts, BLOCK_ROW=block_v,
         NORM=norm.value, APART=shape.apart, num_warps=_warps(layout.k_dim * block_v // parts), pdl=pdl,
     )  # fmt: skip
 

@@ -71,11 +71,11 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gated_norm(
-    o: tl.tensor, z: tl.tensor, norm: tl.tensor, V_DIM: tl.constexpr, eps: tl.tensor, BY_CHANNEL: tl.constexpr
+    o: tl.tensor, z: tl.tensor, norm: tl.tensor, V_DIM: tl.constexpr, eps: tl.tensor, SIGMOID: tl.constexpr
 ) -> tl.tensor:
-    """RMS norm over the last axis, times silu of the gate, or its sigmoid: see `DeltaLayout.by_channel`."""
+    """RMS norm over the last axis, times silu of the gate, or its sigmoid: see `DeltaLayout.sigmoid_gate`."""
     normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V_DIM + eps) * norm
-    if not BY_CHANNEL:
+    if not SIGMOID:
         normed = normed * z
     return normed / (1.0 + tl.exp(-z))
 
