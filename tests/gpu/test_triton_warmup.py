@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 import tempfile
@@ -29,12 +28,12 @@ def test_layers_run_alone_whatever_they_share_with_others() -> None:
     if MODE == "compile":
         return
     tables = torch.zeros(5, 16, dtype=torch.int32)
-    for family in ("gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe"):
+    for family in ("gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe", "qwen4-exp", "hrm-text"):
         with tempfile.TemporaryDirectory() as folder:
             decoder = make_engine(write_checkpoint(family, Path(folder)), num_blocks=40).runner.decoder
         with torch.inference_mode():
             for layer in decoder.layers:
-                alone = dataclasses.replace(decoder, layers=[layer])
+                alone = decoder.alone(layer)
                 cache = _cache_of(alone, torch.float32, LIMITS)
                 for decodes, prompts in STEPS:
                     made = _forward(alone, cache, tables, LIMITS, decodes, prompts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -81,6 +81,10 @@ class Decoder(ABC):
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
         return self.run(self.embed(token_ids), batch, kv)
+
+    def alone(self, layer: DecoderLayer) -> Decoder:
+        """One that launches what this one does for a layer, and little else: kernels are built for its steps."""
+        return replace(self, layers=[layer])
 
     @property
     def launched_eagerly(self) -> bool:

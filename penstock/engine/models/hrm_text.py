@@ -35,6 +35,11 @@ class HrmTextDecoder(Decoder):
     def launched_eagerly(self) -> bool:
         return True  # what stacks read is added up in between
 
+    def alone(self, layer: DecoderLayer) -> HrmTextDecoder:
+        assert self.config.cycles is not None
+        once = replace(self.config, cycles=replace(self.config.cycles, layers=1, lower=1, upper=1))
+        return replace(self, config=once, layers=[layer, layer])
+
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         cycles, eps = self.config.cycles, self.config.rms_eps
         assert cycles is not None and self.beginning is not None

@@ -25,6 +25,7 @@ from penstock.engine.backends.cuda.prompt_graphs import TOKENS
 from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import FeedForward
@@ -53,7 +54,7 @@ def compile_kernels(
         for layer in decoder.layers:
             kinds = _kinds_of(layer, decoder.fused_up_to)
             if not kinds <= visited:
-                alone = dataclasses.replace(decoder, layers=[layer])
+                alone = decoder.alone(layer)
                 _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
                 visited |= kinds
         for both in _neighbours(decoder):
@@ -69,7 +70,7 @@ def compile_kernels(
             altered = adapters.with_altered().altered
             if altered is not None and adapters.captures_altered and isinstance(adapters.kernel, TritonLora):
                 for layer in {id(layer): layer for layer in (altered.layers[0], altered.layers[-1])}.values():
-                    alone = dataclasses.replace(altered, layers=[layer])
+                    alone = altered.alone(layer)
                     _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits, altered=True)
     return visited
 
@@ -81,7 +82,7 @@ def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
     layers = [first.layers[0]]
     if further is not None and any(site.further and not site.end for site in adapters.layout.sites):
         layers += further.layers[0], further.layers[-1]
-    return [dataclasses.replace(first, layers=[layer]) for layer in layers]
+    return [first.alone(layer) for layer in layers]
 
 
 def _neighbours(decoder: Decoder) -> Iterator[list[DecoderLayer]]:
@@ -124,13 +125,12 @@ def _form_of(feed_forward: FeedForward) -> tuple[object, ...]:
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
     """A cache for some of a decoder's layers: each has one of its own, also where it shares that of another layer."""
-    kinds = tuple(_unshared(layer.mixer).cache_kind(limits.block_size, dtype) for layer in decoder.layers)
-    shape = CacheShape(kinds, limits.block_size)
+    kinds = list(decoder.cache_shape(limits.block_size, dtype).kinds)
+    for index, layer in enumerate(decoder.layers):
+        if isinstance(kinds[index], OfLayer) and isinstance(layer.mixer, Attention):
+            kinds[index] = dataclasses.replace(layer.mixer, source=None).cache_kind(limits.block_size, dtype)
+    shape = CacheShape(tuple(kinds), limits.block_size)
     return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)
-
-
-def _unshared(mixer: TokenMixer) -> TokenMixer:
-    return dataclasses.replace(mixer, source=None) if isinstance(mixer, Attention) else mixer
 
 
 def _visit_adapted(
