@@ -77,6 +77,11 @@ def in_path(before: str, after: str = "", **request: Any) -> Callable[[str], dic
     return lambda name: {"path": f"{before}{name}{after}", **request}
 
 
+def of_model(path: str) -> Named:
+    """Described under its name in the query."""
+    return Named(in_path(f"{path}?model="), LOCAL)
+
+
 COLLECTION = "/v1/collections/"
 
 
@@ -214,6 +219,25 @@ CASES: dict[tuple[str, str], object] = {
     ("GET", "/api/ps"): Read(("hidden-model",)),
     ("POST", "/api/show"): Named(body(), (*MODELS, *ENCODERS)),
     ("GET", "/api/version"): Read(),
+    ("POST", "/completion"): Named(body(prompt="hi"), (*LOCAL, "hidden-remote", "hidden-route")),
+    ("POST", "/completions"): Named(body(prompt="hi"), (*LOCAL, "hidden-remote", "hidden-route")),
+    ("POST", "/infill"): Named(body(input_prefix="a", input_suffix="b"), LOCAL),
+    ("POST", "/embedding"): Named(body(content="hi"), ENCODERS),
+    ("POST", "/embeddings"): Named(body(content="hi"), ENCODERS),
+    ("POST", "/apply-template"): Named(body(messages=HELLO), LOCAL),
+    ("GET", "/props"): of_model("/props"),
+    ("GET", "/lora-adapters"): of_model("/lora-adapters"),
+    ("GET", "/slots"): OPERATORS,
+    ("POST", "/reranking"): RANK,
+    ("POST", "/v1/reranking"): RANK,
+    ("GET", "/v1/health"): Read(),
+    ("POST", "/"): Named(body(inputs="hi"), (*LOCAL, "hidden-remote", "hidden-route")),
+    ("POST", "/generate_stream"): Named(body(inputs="hi"), (*LOCAL, "hidden-remote", "hidden-route")),
+    ("GET", "/info"): of_model("/info"),
+    ("POST", "/generate"): Named(body(text="hi"), (*LOCAL, "hidden-remote", "hidden-route")),
+    ("GET", "/model_info"): of_model("/model_info"),
+    ("GET", "/get_model_info"): of_model("/get_model_info"),
+    ("GET", "/health_generate"): Read(("hidden-model",)),
     ("GET", "/"): Read(),
     ("GET", "/health"): Read(),
     ("GET", "/ping"): Read(),

@@ -50,7 +50,6 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "best"
-    outside: float = -math.inf
     scale: float = 1.0
     weight_inputs: bool = False
     total_eps: float = SMALL_TOTAL
@@ -62,6 +61,8 @@ class Router:
     tokens: StepTokens = field(default_factory=StepTokens)
     gains: Tensor | None = None
     """Factors of the weights, after all others: float32 [experts]."""
+    outside: float = -math.inf
+    """What experts outside of the best groups are chosen by."""
 
     def gained(self, weights: Tensor, experts: Tensor) -> Tensor:
         """`weights` times the factors of their experts."""
