@@ -89,6 +89,27 @@ class LayerHeads(NamedTuple):
     """Matrices that make them: 1 where values are keys as they are projected, 0 where they are another layer's."""
 
 
+class LayerKind(NamedTuple):
+    """What decides on the parameters of one layer: equal kinds have equally many."""
+
+    routed: bool
+    """Whether it has experts."""
+    recurrent: bool
+    only: str
+    """Its one part, "mixer" or "feed_forward", where it has only one."""
+    indexed: bool
+    """Whether it has an indexer."""
+    rate: int
+    """How many tokens an entry stands for; 0: there are none."""
+    hashed: bool
+    """Whether a table chooses its experts."""
+    heads: LayerHeads
+    ffn: int
+    """Width of its dense feed-forward."""
+    told: bool
+    """Whether it looks up n-grams of the tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder. The defaults are those of Llama."""
@@ -162,123 +183,111 @@ class ModelShape:
 
     def layer(self, index: int) -> LayerParts:
         """The parameters of one layer."""
-        return self._parts(*self._kind(index))
+        return self._parts(self._kind(index))
 
     def heads_in(self, index: int) -> LayerHeads:
         return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2)
 
-    def _kind(self, index: int) -> tuple[bool, bool, str, bool, int, bool, LayerHeads, int, bool]:
-        """Whether a layer has experts, whether it is recurrent, its one part, where it has only one, whether it has an
-        indexer, how many tokens its entries stand for, whether a table chooses its experts, its heads, its dense
-        width, and whether it is told of n-grams."""
-        routed = self.moe is not None and self.moe.layers[index]
-        recurrent = self.recurrent
-        part = self.only[index] if self.only else ""
-        indexed = self.mla is not None and bool(self.mla.indexed) and self.mla.indexed[index]
-        rate, compression = 0, self.compression
-        if compression is not None:
-            rate, indexed = compression.rates[index], compression.chosen[index]
-        hashed = self.moe is not None and bool(self.moe.hashed) and self.moe.hashed[index]
-        width = self.ffn_sizes[index] if self.ffn_sizes else self.ffn
-        own = recurrent is not None and recurrent.layers[index]
-        told = self.gated_streams is not None and self.gated_streams.tables[index] > 0
-        return routed, own, part, indexed, rate, hashed, self.heads_in(index), width, told
+    def _kind(self, index: int) -> LayerKind:
+        moe, mla, compression, recurrent = self.moe, self.mla, self.compression, self.recurrent
+        indexed = mla is not None and bool(mla.indexed) and mla.indexed[index]
+        return LayerKind(
+            routed=moe is not None and moe.layers[index],
+            recurrent=recurrent is not None and recurrent.layers[index],
+            only=self.only[index] if self.only else "",
+            indexed=indexed if compression is None else compression.chosen[index],
+            rate=0 if compression is None else compression.rates[index],
+            hashed=moe is not None and bool(moe.hashed) and moe.hashed[index],
+            heads=self.heads_in(index),
+            ffn=self.ffn_sizes[index] if self.ffn_sizes else self.ffn,
+            told=self.gated_streams is not None and self.gated_streams.tables[index] > 0,
+        )
 
-    def _parts(
-        self,
-        routed: bool,
-        recurrent: bool,
-        part: str,
-        indexed: bool,
-        rate: int,
-        hashed: bool,
-        heads: LayerHeads,
-        ffn: int,
-        told: bool,
-    ) -> LayerParts:
-        """The parameters of one layer, with or without experts, recurrent or not."""
+    def _parts(self, kind: LayerKind) -> LayerParts:
         hidden = self.hidden
-        if part == "feed_forward" and not routed:
-            biases = ffn + hidden if self.mlp_bias else 0
-            return LayerParts(0, 0, 0, 2 * hidden * ffn, 0, 0, hidden + biases)
-        norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
-        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
-        if self.apart_streams:
-            n = self.apart_streams
-            small += 2 * (2 * n * (n * hidden + 1) + 2)
-        mla, mixer = self.mla, self.recurrent if recurrent else None
-        if mixer is not None and not self._beside:
-            query_output, latent, key_value = mixer.matrices(hidden), 0, 0
-            small += mixer.others(hidden)
-        elif mla is not None:
-            query_output, key_value = mla.by_heads(hidden, self.heads, self.gated_attention), 0
-            latent = mla.for_all_heads(hidden, indexed, routed)
-            small += mla.others(hidden, indexed) + (hidden if self.output_bias else 0)
-        elif self.compression is not None:
-            query_output, key_value = self.compression.by_heads(hidden), 0
-            latent = self.compression.for_all_heads(hidden, rate, indexed)
-            small += self.compression.others(hidden, rate, indexed)
-        else:
-            dim, own = heads.head_dim, heads.projected
-            q_size, kv_size = self.heads * dim, heads.kv_heads * dim
-            latent = 0
-            query_output, key_value = 2 * hidden * q_size, own * hidden * kv_size
-            gates = q_size if self.gated_attention else 0
-            query_output += hidden * gates
-            small += (q_size + gates + own * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
-            small += (2 if own else 1) * dim if self.qk_norm else 0
-            small += q_size + kv_size if self.whole_qk_norm else 0
-            if mixer is not None:
-                query_output += mixer.matrices(hidden)
-                small += mixer.others(hidden)
-        if part == "mixer":
+        if kind.only == "feed_forward" and not kind.routed:
+            biases = kind.ffn + hidden if self.mlp_bias else 0
+            return LayerParts(0, 0, 0, 2 * hidden * kind.ffn, 0, 0, hidden + biases)
+        query_output, key_value, latent, small = self._mixer(kind)
+        if kind.only == "mixer":
             return LayerParts(query_output, key_value, latent, 0, 0, 0, small)
-        if part:
+        if kind.only:
             query_output = key_value = latent = 0
             small = hidden
         if self.gated_streams is not None:
             counted = [self.gated_streams.around(hidden)]
-            counted += [] if recurrent else [self.gated_streams.index(hidden)]
-            counted += [self.gated_streams.ngrams(hidden)] if told else []
+            counted += [] if kind.recurrent else [self.gated_streams.index(hidden)]
+            counted += [self.gated_streams.ngrams(hidden)] if kind.told else []
             latent += sum(matrices for matrices, _ in counted)
             small += sum(others for _, others in counted)
         if self.token_inputs is not None:
             latent += 2 * hidden * self.token_inputs[0]
             small += hidden
         moe = self.moe
-        if moe is None or not routed:
+        if moe is None or not kind.routed:
             matrices = 3 if self.gate else 2
-            small += (matrices - 1) * ffn + hidden if self.mlp_bias else 0
+            small += (matrices - 1) * kind.ffn + hidden if self.mlp_bias else 0
             small += self.activation_numbers
-            return LayerParts(query_output, key_value, latent, matrices * hidden * ffn, 0, 0, small)
-        if moe.apart:  # three more norms, the router's gains, a factor of each expert
-            small += 4 * hidden + moe.experts
-        ups = 2 if moe.gate else 1
-        if self.expert_norm:
-            small += hidden
-        if moe.bias:
-            small += moe.experts * (ups * moe.ffn + hidden)
-        if self.mlp_bias and moe.shared_ffn:
-            small += ups * moe.shared_ffn + hidden
-        small += moe.experts if moe.router_bias and not hashed else 0
-        small += self.vocab * moe.top_k if hashed else 0
-        if moe.latent:
-            small += moe.latent + hidden if self.mlp_bias else 0
+            return LayerParts(query_output, key_value, latent, matrices * hidden * kind.ffn, 0, 0, small)
         return LayerParts(
             query_output,
             key_value,
             latent,
-            (ups + 1) * hidden * moe.shared_ffn + 2 * hidden * moe.latent,
+            ((3 if moe.gate else 2) * moe.shared_ffn + 2 * moe.latent) * hidden,
             moe.experts * self._expert,
             hidden * (moe.experts + (1 if moe.shared_gate else 0)),
-            small,
+            small + self._beside_experts(moe, kind.hashed),
         )
+
+    def _mixer(self, kind: LayerKind) -> tuple[int, int, int, int]:
+        """Parameters that a layer has before its feed-forward, as `LayerParts` names them: `query_output`,
+        `key_value`, `latent`, and `small` with all norms of the layer."""
+        hidden, key_value = self.hidden, 0
+        norms = 4 if self.sandwich_norms else 1 if self.one_norm or kind.only else 2
+        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
+        if self.apart_streams:
+            n = self.apart_streams
+            small += 2 * (2 * n * (n * hidden + 1) + 2)
+        mla, mixer = self.mla, self.recurrent if kind.recurrent else None
+        if mixer is not None and not self._beside:
+            return mixer.matrices(hidden), 0, 0, small + mixer.others(hidden)
+        if mla is not None:
+            query_output = mla.by_heads(hidden, self.heads, self.gated_attention)
+            latent = mla.for_all_heads(hidden, kind.indexed, kind.routed)
+            small += mla.others(hidden, kind.indexed) + (hidden if self.output_bias else 0)
+        elif self.compression is not None:
+            query_output = self.compression.by_heads(hidden)
+            latent = self.compression.for_all_heads(hidden, kind.rate, kind.indexed)
+            small += self.compression.others(hidden, kind.rate, kind.indexed)
+        else:
+            dim, own = kind.heads.head_dim, kind.heads.projected
+            q_size, kv_size = self.heads * dim, kind.heads.kv_heads * dim
+            gates = q_size if self.gated_attention else 0
+            query_output, key_value, latent = hidden * (2 * q_size + gates), own * hidden * kv_size, 0
+            small += (q_size + gates + own * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            small += (2 if own else 1) * dim if self.qk_norm else 0
+            small += q_size + kv_size if self.whole_qk_norm else 0
+            if mixer is not None:
+                query_output += mixer.matrices(hidden)
+                small += mixer.others(hidden)
+        return query_output, key_value, latent, small
+
+    def _beside_experts(self, moe: Moe, hashed: bool) -> int:
+        """Parameters of a layer with experts that are in none of its matrices."""
+        hidden, ups = self.hidden, 2 if moe.gate else 1
+        small = 4 * hidden + moe.experts if moe.apart else 0  # three more norms, the router's, factors of experts
+        small += hidden if self.expert_norm else 0
+        small += moe.experts * (ups * moe.ffn + hidden) if moe.bias else 0
+        small += ups * moe.shared_ffn + hidden if self.mlp_bias and moe.shared_ffn else 0
+        small += moe.experts if moe.router_bias and not hashed else 0
+        small += self.vocab * moe.top_k if hashed else 0
+        return small + (moe.latent + hidden if moe.latent and self.mlp_bias else 0)
 
     def layer_groups(self, first: int = 0, last: int | None = None) -> list[tuple[LayerParts, int]]:
         """Of some layers: those that are alike, and how many."""
         end = self.layers if last is None else last
         kinds = Counter(self._kind(index) for index in range(first, end))
-        return [(self._parts(*kind), count) for kind, count in sorted(kinds.items())]
+        return [(self._parts(kind), count) for kind, count in sorted(kinds.items())]
 
     @property
     def _expert(self) -> int:
