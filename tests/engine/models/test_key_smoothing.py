@@ -69,7 +69,7 @@ def test_smoothing_does_not_depend_on_how_long_contexts_may_get(attention, facto
         torch.testing.assert_close(short.centre, whole.centre)
         torch.testing.assert_close(short.scale, whole.scale)
     mean = table(2048, factor).mean(0)
-    torch.testing.assert_close(smoothing._mean_rotation(table(64, factor)), mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(smoothing.mean_rotation(table(64, factor)), mean, rtol=1e-3, atol=1e-4)
 
 
 def test_with_a_soft_cap_scores_do_not_move(attention) -> None:  # type: ignore[no-untyped-def]
