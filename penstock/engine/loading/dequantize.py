@@ -1,16 +1,13 @@
 """Turning GGML block formats into dense float32 tensors.
 
 Each format is one function from blocks `[n, bytes]` to weights `[n, weights]`, written with whole-tensor torch
-operations, so it runs on whatever device the bytes are on. On a CPU, work goes in slices small enough for the
-temporaries to stay in the cache and for torch to compute each on the calling thread: its own threads wait for each
-other after every operation, which costs many times the arithmetic where something else runs on one of their cores.
+operations, so it runs on whatever device the bytes are on. Work goes in slices small enough for the temporaries
+to stay in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,10 +16,8 @@ from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.gguf import BLOCK, GGMLType
 from penstock.engine.loading.mxfp4 import from_gguf_blocks
 
-SLICE_WEIGHTS = 1 << 14
-"""Weights decoded at once on a CPU: torch spreads operations on 32,768 numbers or more over its threads."""
-_THREAD_WEIGHTS: Final = 1 << 20
-"""Weights for which a thread of its own pays."""
+SLICE_WEIGHTS = 1 << 18
+"""Weights decoded at once on a CPU."""
 
 DENSE = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 """Types that are not quantized; they are returned as stored."""
@@ -38,22 +33,9 @@ def dequantize(data: Tensor, kind: GGMLType, shape: tuple[int, ...]) -> Tensor:
     if not is_host(data.device):
         return decode(blocks).reshape(shape)
     out = torch.empty(blocks.shape[0], weights, dtype=torch.float32)
-    count, step = blocks.shape[0], SLICE_WEIGHTS // weights
-
-    def decode_slices(begin: int, end: int) -> None:
-        with torch.inference_mode():  # holds on one thread only, and `out` may come from there
-            for start in range(begin, end, step):
-                stop = min(start + step, end)
-                out[start:stop] = decode(blocks[start:stop])
-
-    threads = min(torch.get_num_threads(), count * weights // _THREAD_WEIGHTS)
-    if threads <= 1:
-        decode_slices(0, count)
-    else:
-        share = -(-count // (threads * step)) * step
-        begins = range(0, count, share)
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(decode_slices, begins, (min(begin + share, count) for begin in begins)))
+    step = SLICE_WEIGHTS // weights
+    for start in range(0, blocks.shape[0], step):
+        out[start : start + step] = decode(blocks[start : start + step])
     return out.reshape(shape)
 
 

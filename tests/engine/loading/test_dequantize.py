@@ -41,18 +41,6 @@ def test_equals_the_reference(kind: GGMLType, monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_several_threads_decode_to_the_same_bits(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLICE_WEIGHTS", 1024)
-    kind, rows, columns = GGMLType.Q4_1, 7, 512 + 32
-    data = torch.from_numpy(blocks_of(kind, rows, columns))
-    alone = dequantize(data, kind, (rows, columns))
-    monkeypatch.setattr(module, "_THREAD_WEIGHTS", 1000)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    with torch.inference_mode(inference):
-        assert torch.equal(dequantize(data, kind, (rows, columns)), alone)
-
-
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_a_quantized_matrix_stays_close_to_the_original(kind: GGMLType) -> None:
     if kind.name in HALVES:
