@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from penstock.engine.backends.backend import Backend, InputObserver
 from penstock.engine.backends.interface import FP8, AttentionBatch, KeySmoothing
+from penstock.engine.backends.one_thread import one_thread
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.key_smoothing import key_smoothing
+from penstock.engine.models.key_smoothing import key_smoothing, mean_rotation
 from penstock.engine.models.layers.attention import Attention
 
 _TOKENS: Final = 128
@@ -56,22 +57,31 @@ def calibrate(
         smoothing = _restore(kept, observers, decoder)
     else:
         keys = _keys_of_a_prompt(decoder, observers, together or decoder.forward)
-        pairs = zip(decoder.layers, keys, strict=True)
-        smoothing = [_smoothing(layer, seen) if int8_cache else None for layer, seen in pairs]
+        smoothing = _smoothings(decoder.layers, keys) if int8_cache else [None] * len(keys)
         if kept is not None:
             _keep(kept, observers, smoothing)
-    for observer in observers:
-        observer.finish()
+    with one_thread():
+        for observer in observers:
+            observer.finish()
     if not int8_cache:
         return decoder
     layers = [_smoothed(layer, found) for layer, found in zip(decoder.layers, smoothing, strict=True)]
     return dataclasses.replace(decoder, layers=layers)
 
 
-def _smoothing(layer: DecoderLayer, keys: Tensor | None) -> KeySmoothing | None:
-    if keys is None or not isinstance(layer.mixer, Attention):
-        return None
-    return key_smoothing(keys, layer.mixer)
+def _smoothings(layers: Iterable[DecoderLayer], keys: Iterable[Tensor | None]) -> list[KeySmoothing | None]:
+    found: list[KeySmoothing | None] = []
+    rotations: dict[int, Tensor] = {}  # layers share tables
+    with one_thread():
+        for layer, seen in zip(layers, keys, strict=True):
+            if seen is None or not isinstance(layer.mixer, Attention):
+                found.append(None)
+                continue
+            table = layer.mixer.cos_sin
+            if id(table) not in rotations:
+                rotations[id(table)] = mean_rotation(table)
+            found.append(key_smoothing(seen, layer.mixer, rotations[id(table)]))
+    return found
 
 
 def _smoothed(layer: DecoderLayer, smoothing: KeySmoothing | None) -> DecoderLayer:

@@ -26,11 +26,12 @@ _MIN_RANGE: Final = 1e-3
 """Relative range below which a channel is not scaled up further, so that one that is always zero stays finite."""
 
 
-def key_smoothing(keys: Tensor, attention: Attention) -> KeySmoothing:
-    """From keys [tokens, kv_heads, head_dim] that were rotated for positions 0, 1, ..."""
+def key_smoothing(keys: Tensor, attention: Attention, rotation: Tensor | None = None) -> KeySmoothing:
+    """From keys [tokens, kv_heads, head_dim] that were rotated for positions 0, 1, ... `rotation`: `mean_rotation` of
+    its table, where that is known."""
     unrotated = _rotate(keys, attention.cos_sin[: len(keys)].unsqueeze(1), inverse=True)
     middle = (unrotated.amax(0) + unrotated.amin(0)) / 2
-    centre = _rotate(middle, _mean_rotation(attention.cos_sin))
+    centre = _rotate(middle, mean_rotation(attention.cos_sin) if rotation is None else rotation)
     if attention.heads.softcap is not None or attention.sinks is not None:
         centre.zero_()
     ranges = (keys - centre).abs().amax(0)
@@ -38,7 +39,7 @@ def key_smoothing(keys: Tensor, attention: Attention) -> KeySmoothing:
     return KeySmoothing(centre.contiguous(), (ranges.clamp_min(_MIN_RANGE) ** _STRENGTH).contiguous())
 
 
-def _mean_rotation(table: Tensor) -> Tensor:
+def mean_rotation(table: Tensor) -> Tensor:
     """The mean of the first `_POSITIONS` rows of a rotary table that may have fewer: its second row has every angle."""
     if len(table) < 2:
         return table[0]

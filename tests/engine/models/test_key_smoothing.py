@@ -68,8 +68,12 @@ def test_smoothing_does_not_depend_on_how_long_contexts_may_get(attention, facto
         short = smoothing.key_smoothing(keys, replace(attention, cos_sin=table(positions, factor)))
         torch.testing.assert_close(short.centre, whole.centre)
         torch.testing.assert_close(short.scale, whole.scale)
+    known = smoothing.key_smoothing(
+        keys, replace(attention, cos_sin=table(512, factor)), smoothing.mean_rotation(table(64, factor))
+    )
+    torch.testing.assert_close(known.centre, whole.centre)
     mean = table(2048, factor).mean(0)
-    torch.testing.assert_close(smoothing._mean_rotation(table(64, factor)), mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(smoothing.mean_rotation(table(64, factor)), mean, rtol=1e-3, atol=1e-4)
 
 
 def test_with_a_soft_cap_scores_do_not_move(attention) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
+from penstock.engine.backends.one_thread import one_thread
 
 _STRENGTH: Final = 0.25
 """Of the ratio between inputs, in logarithms: a larger one leaves too few steps for the rest of a channel."""
@@ -27,7 +28,8 @@ class ActivationObserver:
         linear.observer = self.see
 
     def see(self, x: Tensor) -> None:
-        self.squares += x.float().square().sum(0)
+        with one_thread():
+            self.squares += x.float().square().sum(0)
 
     def finish(self) -> None:
         self.linear.observer = None
