@@ -149,6 +149,10 @@ async def test_tgi_refusals_are_in_its_form(serving: Serving) -> None:
         ):
             reply = await generate(running, "/generate_stream", inputs="hi", parameters=parameters)
             assert reply.status_code == 400 and word in reply.json()["error"], reply.text
+        for name, value in (("stop_sequences", ["a"]), ("min_p", 0.5), ("bad_words", ["a"]), ("dry_multiplier", 1)):
+            for body in ({"inputs": "hi", "parameters": {name: value}}, {"inputs": "hi", name: value}):
+                reply = await generate(running, **body)
+                assert reply.status_code == 400 and f"{name}` is not supported" in reply.json()["error"], reply.text
         named = await generate(running, inputs="hi", parameters={"no_such": 1})
         assert named.status_code == 200 and named.headers["x-penstock-ignored"] == "parameters.no_such"
         assert not any("no_such" in request.request_id for request in running.engine.seen)
@@ -211,6 +215,10 @@ async def test_sglang_prompts_and_lists(serving: Serving, text: TextModel) -> No
         named = await generate(running, text="hi", return_prompt_token_ids=True, rid="x", priority=3, no_such=1)
         assert named.json()["prompt_token_ids"] == ids
         assert set(named.headers["x-penstock-ignored"].split(", ")) == {"rid", "priority", "no_such"}
+        for name, value in (("typical_p", 0.5), ("bad_words", ["a"]), ("guided_regex", "a")):
+            reply = await generate(running, text="hi", sampling_params={name: value})
+            assert reply.status_code == 400, reply.text
+            assert reply.json()["error"]["param"] == f"sampling_params.{name}"
 
 
 async def test_sglang_logprobs(serving: Serving, text: TextModel) -> None:
