@@ -215,6 +215,9 @@ async def test_sglang_prompts_and_lists(serving: Serving, text: TextModel) -> No
         named = await generate(running, text="hi", return_prompt_token_ids=True, rid="x", priority=3, no_such=1)
         assert named.json()["prompt_token_ids"] == ids
         assert set(named.headers["x-penstock-ignored"].split(", ")) == {"rid", "priority", "no_such"}
+        unused = {"top_logprobs_num": 2, "return_text_in_logprobs": True, "logprob_start_len": -1}
+        named = await generate(running, text="hi", **unused)
+        assert named.headers["x-penstock-ignored"].split(", ") == ["top_logprobs_num", "return_text_in_logprobs"]
         for name, value in (("typical_p", 0.5), ("bad_words", ["a"]), ("guided_regex", "a")):
             reply = await generate(running, text="hi", sampling_params={name: value})
             assert reply.status_code == 400, reply.text
@@ -329,6 +332,10 @@ async def test_limits_and_guardrails_hold(serving: Serving, text: TextModel, tmp
         assert refused.status_code == 400 and "`parameters.details`" in refused.json()["error"]
         refused = await generate(running, text="hi", return_logprob=True)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_logprob"
+        for name, value in (("details", True), ("top_n_tokens", 2), ("decoder_input_details", True)):
+            refused = await generate(running, inputs="hi", parameters={name: value})
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"].startswith(f"`parameters.{name}`"), "as the client calls it"
 
 
 async def test_a_gateway_reads_what_another_writes(serving: Serving, text: TextModel) -> None:
