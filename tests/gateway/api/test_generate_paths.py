@@ -178,7 +178,7 @@ async def test_what_is_served(serving: Serving, text: TextModel) -> None:
 
 async def test_sglang_whole_and_streamed(serving: Serving, text: TextModel) -> None:
     ids = [*text.encode(HELLO), text.eos_token_ids[0]]
-    async with serving() as running:
+    async with serving(ScriptedEngine(text, step_s=0.02)) as running:
         asked: dict[str, Any] = {"text": "hi", "sampling_params": {"temperature": 0}}
         whole = (await generate(running, **asked)).json()
         meta = whole["meta_info"]
@@ -191,7 +191,7 @@ async def test_sglang_whole_and_streamed(serving: Serving, text: TextModel) -> N
         assert events[-1]["meta_info"]["finish_reason"] == meta["finish_reason"]
         for earlier, later in itertools.pairwise(events):
             assert later["text"].startswith(earlier["text"]) and earlier["meta_info"]["finish_reason"] is None
-        assert len(events) > 5, "it streams"
+        assert len(events) > 1, "it streams"
 
 
 async def test_sglang_prompts_and_lists(serving: Serving, text: TextModel) -> None:
