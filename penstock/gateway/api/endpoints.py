@@ -21,6 +21,7 @@ from penstock.gateway.api.openai.watermark import DetectRequest, WatermarkEndpoi
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.api.webhook_endpoints import WEBHOOK_ADMIN, WEBHOOKS
+from penstock.gateway.app.dialects import LLAMA_CPP, TGI
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
@@ -154,6 +155,7 @@ ENDPOINTS = (
         "Tokens",
         TokenizeRequest,
         serves_tokens=True,
+        other_dialects=(LLAMA_CPP, TGI),
     ),
     Endpoint(
         "POST",
@@ -181,6 +183,7 @@ ENDPOINTS = (
         "Tokens",
         TokenizeRequest,
         serves_tokens=True,
+        other_dialects=(LLAMA_CPP, TGI),
     ),
     Endpoint(
         "POST",

@@ -133,6 +133,7 @@ SGLANG = (
         SGLANG_TAG,
         GenerateRequest,
         serves_tokens=True,
+        other_dialects=(TGI_DIALECT,),
     ),
     *(
         Endpoint("GET", path, SglangEndpoints.sglang_model_info, summary, SGLANG_TAG, query=SglangModelQuery)

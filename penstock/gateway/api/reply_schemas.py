@@ -21,8 +21,12 @@ def obj(**properties: Schema) -> Schema:
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
+def either(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
 def maybe(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+    return either(schema, {"type": "null"})
 
 
 def many(schema: Schema) -> Schema:
@@ -279,14 +283,18 @@ _SCHEMAS: dict[str, Schema] = {
     "list_feedback": listing(_VOTE, totals=many(ANY_OBJECT)),
     "list_models": listing(_MODEL),
     "get_model": _MODEL,
-    "tokenize": obj(
-        object=STRING,
-        model=STRING,
-        tokens=many(INTEGER),
-        count=INTEGER,
-        max_model_len=maybe(INTEGER),
-        fits=BOOLEAN,
-        estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
+    "tokenize": either(
+        obj(
+            object=STRING,
+            model=STRING,
+            tokens=many(INTEGER),
+            count=INTEGER,
+            max_model_len=maybe(INTEGER),
+            fits=BOOLEAN,
+            estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
+        ),
+        obj(tokens=many(either(INTEGER, obj(id=INTEGER, piece=either(STRING, many(INTEGER)))))),
+        many(obj(id=INTEGER, text=STRING, start=INTEGER, stop=INTEGER)),
     ),
     "detect": obj(
         object=word("watermark.detection"),

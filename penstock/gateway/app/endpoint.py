@@ -41,6 +41,8 @@ class Endpoint:
     untyped: bool = False
     """Programs need not say that the body is JSON, because those made for this API do not."""
     dialect: Dialect = OPENAI
+    other_dialects: tuple[Dialect, ...] = ()
+    """Those in which errors come where the body is made for another API."""
 
     @property
     def name(self) -> str:

@@ -50,7 +50,8 @@ def openapi(endpoints: Sequence[Endpoint], replies: Replies) -> Document:
     queries = {endpoint.query.__name__ for endpoint in endpoints if endpoint.query is not None}
     seen: set[str] = set()
     for endpoint in endpoints:
-        schemas[endpoint.dialect.error_name] = endpoint.dialect.error_schema
+        for dialect in (endpoint.dialect, *endpoint.other_dialects):
+            schemas[dialect.error_name] = dialect.error_schema
         operation: Document = {
             "tags": [endpoint.tag],
             "summary": endpoint.summary,
@@ -124,7 +125,9 @@ def _responses(endpoint: Endpoint, replies: Replies) -> Document:
         content = {**content, "text/event-stream": {}}
     if endpoint.name in replies.records:
         content = {**content, "application/x-ndjson": {}}
-    error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
+    dialects = (endpoint.dialect, *endpoint.other_dialects)
+    forms: list[Document] = [{"$ref": _SCHEMAS.format(name=dialect.error_name)} for dialect in dialects]
+    error = _json({"anyOf": forms} if endpoint.other_dialects else forms[0])
     success = "202" if endpoint.name in replies.accepted else "200"
     found: Document = {success: {"description": "The answer.", "content": content}}
     statuses = {"400": "What is wrong with the request, and where."}

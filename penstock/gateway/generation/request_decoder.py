@@ -30,8 +30,10 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "custom_logit_processor": ANY,
     "stop_regex": ANY,
+    "stop_sequences": (None, []),
     # The prompt
     "prompt_embeds": ANY,
+    "image_data": (None, []),
     "mm_processor_kwargs": (None, {}),
     "instruction": (None, ""),
     # Sampling
@@ -92,6 +94,8 @@ _APART = (
     "thoughts come apart from answers; `include_reasoning: false` leaves them out, and a model with `reasoning: off` "
     "in the configuration leaves them in the text"
 )
+_HOLDERS = ("parameters", "sampling_params")
+"""Objects in which some APIs send what others send beside the prompt."""
 REASONS = {
     "use_beam_search": "beams copy their caches at every token, which costs all other requests; use `best_of`",
     "length_penalty": "it belongs to beam search, which is not done here; `best_of` compares the mean per token",
@@ -106,6 +110,8 @@ REASONS = {
     "reasoning_format": _APART,
     "logits_processors": _CODE,
     "custom_logit_processor": _CODE,
+    "image_data": "images are parts of a chat's messages; a text prompt has none",
+    "stop_sequences": "it is called `stop` here",
 }
 """Why some of them are not honoured, and what does something similar."""
 
@@ -155,9 +161,11 @@ class RequestDecoder(Generic[T]):
 def ignore(exchange: Exchange, unknown: UnknownFields, at: str = "") -> None:
     """Notes what is ignored, for the header; raises for what must not be."""
     for name, value in unknown.names.items():
-        neutral = CHANGES_THE_ANSWER.get(name, ANY if name in OF_OTHER_ENDPOINTS else None)
+        holder, _, inner = name.rpartition(".")
+        plain = inner if holder in _HOLDERS else name
+        neutral = CHANGES_THE_ANSWER.get(plain, ANY if plain in OF_OTHER_ENDPOINTS else None)
         if neutral is not None and not any(_equal(value, usual) for usual in neutral):
-            raise not_supported(name, REASONS.get(name, ""))
+            raise not_supported(name, REASONS.get(plain, ""))
     exchange.ignored.extend(f"{at}.{name}" if at else name for name in unknown.names)
     exchange.ignored_more += unknown.unnamed
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
@@ -67,7 +68,7 @@ async def test_a_stream_says_what_a_whole_answer_says(serving: Serving, text: Te
             reply = await ask(running, path, stream=True, n_probs=2, temperature=0, timings_per_token=True)
             *parts, last = [json.loads(data) for data in events(reply.text)]
             assert "".join(part["content"] for part in parts) == whole["content"]
-            assert [token for part in parts for token in part["tokens"]][:13] == text.encode("Hello, world!")
+            assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
             assert [odd for part in parts for odd in part["completion_probabilities"]] == odds
             assert all(part["stop"] is False and part["timings"]["prompt_ms"] == 2.0 for part in parts)
             assert [part["tokens_predicted"] for part in parts] == sorted(part["tokens_predicted"] for part in parts)
@@ -179,6 +180,12 @@ async def test_stops_ends_and_fields(serving: Serving, text: TextModel) -> None:
     async with serving() as running:
         stopped = await record(running, stop=["wor", ""], n_predict=50)
         assert (stopped["content"], stopped["stop_type"], stopped["stopping_word"]) == ("Hello, ", "word", "wor")
+        for more in ({}, {"n_probs": 1}):
+            asked: dict[str, Any] = {"stop": ["wor"], "n_predict": 50, **more}
+            whole = await record(running, **asked, return_tokens=True)
+            *parts, _ = [json.loads(data) for data in events((await ask(running, **asked, stream=True)).text)]
+            assert "".join(part["content"] for part in parts) == "Hello, "
+            assert [token for part in parts for token in part["tokens"]] == whole["tokens"] == text.encode("Hello, wor")
         cut = await record(running, n_predict=5)
         assert (cut["content"], cut["stop_type"], cut["truncated"]) == ("Hello", "limit", False)
         only = await record(running, n_predict=0)
@@ -383,4 +390,25 @@ async def test_a_client_that_leaves_stops_its_request(serving: Serving, text: Te
 async def test_the_paths_are_documented(serving: Serving, path: str) -> None:
     async with serving() as running:
         document = (await running.client.get("/openapi.json")).json()
+        for shared, forms in (
+            ("/tokenize", {"Error", "LlamaCppError", "TgiError"}),
+            ("/generate", {"Error", "TgiError"}),
+        ):
+            error = document["paths"][shared]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+            assert {form["$ref"].rpartition("/")[2] for form in error["anyOf"]} == forms
+            assert forms <= document["components"]["schemas"].keys()
         assert {"post", "get"} & document["paths"][path].keys()
+
+
+async def test_every_form_of_tokenize_is_documented(serving: Serving) -> None:
+    async with serving() as running:
+        document = (await running.client.get("/openapi.json")).json()
+        reply = document["paths"]["/tokenize"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+        for body in (
+            {"prompt": "hé"},
+            {"content": "hé"},
+            {"content": "hé", "with_pieces": True},
+            {"inputs": "hé"},
+        ):
+            made = (await running.client.post("/tokenize", json=body)).json()
+            jsonschema.validate(made, reply)

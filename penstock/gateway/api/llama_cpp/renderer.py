@@ -1,5 +1,5 @@
 """Answers of llama.cpp's API: records with settings, timings and the reason of the end. A stream has a record for each
-piece of text, and the last ones are those of the whole answer, without its text."""
+piece of text, and for tokens that add none; the last ones are those of the whole answer, without its text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LlamaCppRenderer(Renderer):
 
     def event(self, piece: Piece) -> bytes:
         self._take(piece)
-        if not piece.text and not piece.tokens:  # at most the end token, which is no part of the text
+        if not (piece.text or piece.tokens or piece.token_ids):
             return b""
         at = piece.index
         record: dict[str, Any] = {
@@ -80,7 +80,7 @@ class LlamaCppRenderer(Renderer):
         }
         if self._request.timings_per_token:
             record["timings"] = timings(self._generation.runs()[at])
-        if self._top is not None and piece.tokens:
+        if self._top is not None:
             record["completion_probabilities"] = self._odds(piece.tokens)
         return _event(record)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.gateway.api.sglang.schemas import ADVICE, OFF, REFUSED, SglangRequest, SglangSampling
+from penstock.gateway.api.sglang.schemas import ADVICE, OF_LOGPROBS, OFF, REFUSED, SglangRequest, SglangSampling
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import ignore_advice
@@ -98,6 +98,10 @@ def _check(exchange: Exchange, request: SglangRequest) -> None:
     for name in ADVICE:
         if getattr(request, name) is not None:
             ignore_advice(exchange, name)
+    if not _one("return_logprob", request.return_logprob):
+        for name in OF_LOGPROBS:
+            if getattr(request, name) not in (None, False, 0, -1, []):
+                ignore_advice(exchange, name)
 
 
 def _check_sampling(exchange: Exchange, sampling: SglangSampling) -> None:

@@ -106,6 +106,8 @@ ADVICE = (
     *("rid", "session_id", "conversation_id", "priority", "log_metrics", "no_logs", "custom_labels"),
     *("data_parallel_rank", "routed_dp_rank"),
 )
+OF_LOGPROBS = ("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
+"""Without effect where no log-probabilities are wanted."""
 REFUSED = {
     "prompt": "send `text` or `input_ids`, as SGLang takes them, or `inputs`, as text-generation-inference does",
     "input_embeds": "a prompt is text or token ids",

@@ -11,12 +11,12 @@ NAMES = (
     (r"max_tokens$", "parameters.max_new_tokens"),
     (r"truncate_prompt_tokens$", "parameters.truncate"),
     (r"prompt_logprobs$", "parameters.decoder_input_details"),
-    (r"(logprobs|return_token_ids)$", "parameters.details"),
     (r"(response_format|guided_json|guided_regex).*", "parameters.grammar"),
     (r"(best_of|repetition_penalty|frequency_penalty|top_k|top_p|typical_p|stop|watermark|seed)$", r"parameters.\1"),
     (r"prompt$", "inputs"),
 )
-"""Parameters that text completion requests call differently; see `renamed`."""
+"""Parameters that text completion requests call differently; see `renamed`. What shows tokens has several
+names, see the endpoints."""
 DEFAULT = TgiParameters(do_sample=True)
 
 

@@ -53,7 +53,11 @@ class TgiEndpoints:
         name = asked.adapter_id or request.model or pipeline.permissions.usual(exchange)
         detailed = bool(asked.details or asked.decoder_input_details or asked.top_n_tokens)
         n = asked.best_of or 1
-        with renamed(NAMES):
+        shows = (
+            "details" if asked.details else "decoder_input_details" if asked.decoder_input_details else "top_n_tokens"
+        )
+        names = ((r"(logprobs|return_token_ids)$", f"parameters.{shows}"), *NAMES)
+        with renamed(names):
             check_choices(1, n, pipeline.settings)
             options = pipeline.settings
             limit = token_limit(asked.max_new_tokens, options, default=options.default_max_tokens, param="max_tokens")
@@ -62,7 +66,7 @@ class TgiEndpoints:
         async def answer(attempt: Attempt) -> None:
             shown = detailed or (bool(request.stream) and self._tells_tokens(attempt))
             completion = completion_request(request, name, tokens=shown)
-            with renamed(NAMES):
+            with renamed(names):
                 generation = await pipeline.completion(attempt, completion, [request.inputs], limit, prompt_only=False)
                 renderer = TgiRenderer(generation, asked, prompt=request.inputs if full_text else "", listed=listed)
                 await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
