@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,6 +123,8 @@ def calibrate(
     sources = {_source(layer) for layer in decoder.layers}
     kept: dict[int, list[KVCache]] = {}
     """Of layers whose keys and values upper layers attend to: one for each window."""
+    chosen: list[Any] = [None] * len(windows)
+    """What the last indexer below has chosen in each window: layers without one attend to the same tokens."""
 
     def cache_of(layer: DecoderLayer) -> KVCache:
         shape = replace(decoder, layers=[layer]).cache_shape(_BLOCK_SIZE, torch.float32)
@@ -135,11 +138,15 @@ def calibrate(
             caches = kept[index] = [cache_of(layer) for _ in streams]
         else:
             caches = [cache_of(layer)] * len(streams)
-        for ids, stream, kv in zip(tokens, streams, caches, strict=True):
+        for at, (ids, stream, kv) in enumerate(zip(tokens, streams, caches, strict=True)):
             if by_tokens:
                 alone.embed(ids)  # tells the layer which experts these tokens visit
             residual = stream if update else _copy(stream)
-            alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)
+            batch = AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device)
+            batch.chosen = chosen[at]
+            alone.run(residual, batch, kv)
+            if update:
+                chosen[at] = batch.chosen
 
     for index, layer in enumerate(decoder.layers):
         linears = observed(layer)

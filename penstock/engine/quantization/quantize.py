@@ -102,7 +102,9 @@ def quantize(
         group = pick_group(source.config, recipe.group)
         changed = _calibrated(source, recipe, group, windows, out, progress, device, threads)
     for name in sorted(set(source.names()) - linears, key=layer_order):
-        out.add(name, changed.get(name, source.tensor(name)).to(dtype))
+        tensor = changed.get(name, source.tensor(name))
+        # Whole numbers, such as tables of token ids, are not weights: a shorter type would lose their digits.
+        out.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
     out.close()
     settings = writer.quantization_config(recipe.method, group, recipe.symmetric, recipe.act_order)
     writer.write_config(folder, source.config, settings, dtype)

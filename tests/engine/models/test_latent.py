@@ -52,6 +52,21 @@ def test_the_cache_has_one_vector_per_token(folders: dict[str, Path]) -> None:
     assert PagedLatent(576, 16, torch.int8).block_bytes == 16 * 578
 
 
+@pytest.mark.parametrize(("family", "whole", "more"), [("deepseek-v3", 13, 0), ("deepseek-v32", 60, 4)], ids=str)
+def test_blocks_that_another_sequence_fills_in_the_same_step(
+    tmp_path: Path, family: str, whole: int, more: int
+) -> None:
+    """A sequence of one new token goes the way of decodes, one that is shorter than what an indexer chooses attends to
+    everything: both read what the sequence before them is about to store."""
+    folder = write_checkpoint(family, tmp_path, spread=0.3)
+    prompt = [(37 * at + 11) % 199 for at in range(whole)]
+    first, second = greedy("first", prompt, 8), greedy("second", prompt[:13] + [5] * more, 8)
+    alone = generate(make_engine(folder, block_size=4, num_blocks=60, prefix_cache=False), second)
+    engine = make_engine(folder, block_size=4, num_blocks=60)
+    assert generate(engine, first, second)["second"] == alone["second"]
+    assert engine.load_snapshot().prefix_hit_tokens == 12
+
+
 @pytest.mark.parametrize("settings", [{"host_memory": 1 << 20, "num_blocks": 12}, {"speculation": "ngram"}], ids=str)
 def test_tiers_and_speculation_change_nothing(folders: dict[str, Path], settings: dict[str, Any]) -> None:
     expected = generate(make_engine(folders["deepseek-v3"]), *requests())

@@ -29,7 +29,7 @@ from penstock.engine.backends.interface import (
     LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference.latent import absorbed_attention
+from penstock.engine.backends.reference.latent import absorbed_attention, keep
 from penstock.engine.backends.reference.ops import mean_squares
 
 _MAX_CACHES = 1024
@@ -156,13 +156,15 @@ class AttentionOps(NativeOps):
         if not decodes:
             return super().latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
         out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype)
+        prompts = dataclasses.replace(
+            batch, positions=batch.positions[decodes:], slots=batch.slots[decodes:], rows=batch.rows[decodes:],
+            query_starts=batch.query_starts[decodes:] - decodes, context_lens=batch.context_lens[decodes:],
+            num_decodes=0,
+        )  # fmt: skip
+        if decodes < tokens:
+            keep(kv[decodes:], layout, weights, cos_sin, prompts, cache, scales)
         self._decode_latents(q[:decodes], kv[:decodes], layout, weights, cos_sin, batch, cache, scales, out)
         if decodes < tokens:
-            prompts = dataclasses.replace(
-                batch, positions=batch.positions[decodes:], slots=batch.slots[decodes:], rows=batch.rows[decodes:],
-                query_starts=batch.query_starts[decodes:] - decodes, context_lens=batch.context_lens[decodes:],
-                num_decodes=0,
-            )  # fmt: skip
             some = q[decodes:], kv[decodes:]
             out[decodes:] = super().latent_attention(*some, layout, weights, cos_sin, prompts, cache, scales)
         return out

@@ -25,7 +25,7 @@ from penstock.engine.backends.interface import (
     LatentLayout,
     LatentWeights,
 )
-from penstock.engine.backends.reference.latent import absorb, attend, gather, prepare, rotate, values_of
+from penstock.engine.backends.reference.latent import absorb, attend, gather, keep, prepare, rotate, values_of
 
 _BYTES = 64 << 20
 """Scores, or gathered latents, that are made at a time, at most."""
@@ -108,6 +108,7 @@ class PlainIndexing(ABC):
             return self.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks)
         assert added is None
         out = q.new_empty(q.shape[0], layout.heads * layout.value)
+        keep(kv, layout, weights, cos_sin, batch, cache, scales)
         tokens, part = _part(batch, others)
         some = q[tokens], kv[tokens]
         out[tokens] = self.latent_attention(*some, layout, weights, cos_sin, part, cache, scales, None, sinks)

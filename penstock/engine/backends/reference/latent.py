@@ -123,17 +123,32 @@ def prepare(
     scales: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Store the new tokens; plain and rotated parts of the queries, [T, heads, plain] and [T, heads, rotary]."""
+    cos, sin = keep(kv, layout, weights, cos_sin, batch, cache, scales)
+    heads = q.view(q.shape[0], layout.heads, layout.query)
+    plain, rotary = heads[..., : layout.plain], heads[..., layout.plain :]
+    return plain, rotate(rotary, cos.unsqueeze(1), sin.unsqueeze(1), layout.interleaved)
+
+
+def keep(
+    kv: Tensor,
+    layout: LatentLayout,
+    weights: LatentWeights,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    cache: Tensor,
+    scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Store the new tokens; what rotates each. What attends to one part of a step after the other stores all of it
+    first: a sequence may share blocks with another that fills them in the same step."""
     half = layout.rotary // 2
     table = cos_sin[batch.positions]
     cos, sin = table[:, :half], table[:, half:]
     latent = kv[:, : layout.latent].float()
     latent = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + weights.eps)
-    latent = (latent * weights.norm.float()).to(q.dtype)
+    latent = (latent * weights.norm.float()).to(kv.dtype)
     key = rotate(kv[:, layout.latent :], cos, sin, layout.interleaved)
     store(torch.cat((latent, key), -1), cache, scales, batch.slots)
-    heads = q.view(q.shape[0], layout.heads, layout.query)
-    plain, rotary = heads[..., : layout.plain], heads[..., layout.plain :]
-    return plain, rotate(rotary, cos.unsqueeze(1), sin.unsqueeze(1), layout.interleaved)
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
