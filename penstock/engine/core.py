@@ -229,7 +229,9 @@ class Engine:
             return self._step()
         if not self._restarts.under_way:
             return self._restarts.step(self._step)
-        self._expire(self.clock())
+        now = self.clock()
+        self._expire(now)
+        self._refuse_overdue(now)
         self._restarts.wait()
         return self._output()
 
@@ -246,8 +248,7 @@ class Engine:
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch, now)
-        for seq in self.scheduler.overdue(now):  # behind the schedule: what can begin at once is not too late
-            self._emission.finish(seq, "error", WAITED)
+        self._refuse_overdue(now)  # behind the schedule: what can begin at once is not too late
         if len(self._in_flight) > self._depth_behind(batch):
             self._collect(self._in_flight.popleft())
         if batch is None and not self._in_flight and not self._emission.deltas:
@@ -334,6 +335,11 @@ class Engine:
         if not self._emission.deltas:
             return None
         return StepOutput(self._emission.take(), self.load_snapshot())
+
+    def _refuse_overdue(self, now: float) -> None:
+        """What should have begun by now and has not."""
+        for seq in self.scheduler.overdue(now):
+            self._emission.finish(seq, "error", WAITED)
 
     def _expire(self, now: float) -> None:
         for seq in self.scheduler.expired(now):

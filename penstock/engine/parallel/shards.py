@@ -103,10 +103,11 @@ class Cuts:
         """Of delta nets whose matrices are called as those of attention in other layers."""
         self._recurrent: tuple[bool, ...] = ()
         self._mixer = f".{tensors.attention}"
-        if model.delta is not None and model.delta.by_channel and not place.data:
-            self._channel_delta, self._recurrent = channel_delta_cuts(model.delta, place), model.delta.layers
-        elif model.delta is not None:
-            self._attention |= delta_cuts(model.delta, place)
+        delta = model.delta
+        if delta is not None and not delta.by_channel:
+            self._attention |= delta_cuts(delta, place)
+        elif delta is not None and not place.data:
+            self._channel_delta, self._recurrent = channel_delta_cuts(delta, place), delta.layers
         self._inner_norm, self._mamba_norm = WHOLE, f".{tensors.mamba}norm.weight"
         if model.mamba is not None:
             self._attention |= mamba_cuts(model.mamba, place, tensors.mamba)
