@@ -22,6 +22,7 @@ from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import read_config
+from penstock.engine.models.layers.composed import StackedLinear
 from penstock.engine.models.layers.experts import ApartExperts, ExpertMlp, NarrowExperts, SharedAndRouted
 from penstock.engine.models.weights import Weights
 from penstock.errors import ConfigError
@@ -169,7 +170,8 @@ def observed(layer: DecoderLayer) -> list[ObservedLinear]:
         inner = inner.feed_forward
     if isinstance(inner, ExpertMlp):
         found += [linear for expert in inner.experts for linear in expert.linears]
-    return [linear for linear in found if isinstance(linear, ObservedLinear)]
+    parts = [part for linear in found for part in (linear.parts if isinstance(linear, StackedLinear) else (linear,))]
+    return [part for part in parts if isinstance(part, ObservedLinear)]
 
 
 def _source(layer: DecoderLayer) -> int | None:

@@ -129,7 +129,17 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
         "lfm2",
         *(
             pytest.param(family, marks=pytest.mark.slow)
-            for family in ("phi", "starcoder2", "bamba", "falcon-h1", "mamba2", "qwen3-next-dense", "gemma4", "afmoe")
+            for family in (
+                "minicpm3-plain",
+                "phi",
+                "starcoder2",
+                "bamba",
+                "falcon-h1",
+                "mamba2",
+                "qwen3-next-dense",
+                "gemma4",
+                "afmoe",
+            )
         ),
     ],
 )
