@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from penstock.bench.perplexity import distance, score
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.families import read_config
 from penstock.engine.quantization.awq import round_clipped, search_scales
-from penstock.engine.quantization.calibration import calibrate
+from penstock.engine.quantization.calibration import ObservedLinear, calibrate
 from penstock.engine.quantization.gptq import gptq
 from penstock.engine.quantization.grids import round_zero_point
-from penstock.engine.quantization.quantize import Recipe, RoundedCheckpoint, pick_group, quantize
+from penstock.engine.quantization.quantize import Recipe, RoundedCheckpoint, _scale, pick_group, quantize
 from penstock.engine.quantization.writer import ShardWriter
 from penstock.errors import ConfigError
 from tests.engine.harness import generate, greedy, make_engine
@@ -154,6 +157,29 @@ def test_layers_of_every_kind_are_calibrated(family: str, tmp_path: Path) -> Non
         assert made[-1][1] == made[-1][2]
         loss = distance(scores(source, open_checkpoint(tmp_path / method)), reference)
         assert loss.divergence < limit * nearest.divergence, (method, loss, nearest)
+
+
+@pytest.mark.parametrize("family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased"])
+def test_folded_scales_change_nothing(family: str, tmp_path: Path) -> None:
+    """What all matrices of a model read, with AWQ's scales in the layers before them and without."""
+    source = open_checkpoint(write_checkpoint(family, tmp_path, spread=0.3))
+    model, seen = read_config(source.config), list[list[Tensor]]()
+    for scaled in (False, True):
+        inputs: list[Tensor] = []
+
+        def change(
+            layer: DecoderLayer,
+            linears: Sequence[ObservedLinear],
+            scaled: bool = scaled,
+            inputs: list[Tensor] = inputs,
+        ) -> DecoderLayer:
+            inputs.extend(linear.hessian.clone() for linear in linears)
+            return _scale(model, layer, 16, source.names(), {}) if scaled else layer
+
+        assert list(calibrate(source, texts(2, seed=1), change, CPU, 1))
+        seen.append(inputs)
+    for plain, scaled_one in zip(*seen, strict=True):
+        assert float((scaled_one - plain).norm()) < 1e-4 * float(plain.norm())
 
 
 def test_matrices_that_are_not_multiplied_as_they_are_stored(tmp_path: Path) -> None:
