@@ -134,6 +134,7 @@ NEMOTRON_H_MOE: dict[str, Any] = {
 }  # fmt: skip
 QWEN4_EXP: dict[str, Any] = {
     **{key: value for key, value in HYBRID.items() if key != "full_attention_interval"}, "num_hidden_layers": 5,
+    "initializer_range": 0.15,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
     "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
     "hc_count": 3, "hc_lowrank": 10, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 12,
@@ -632,10 +633,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_eps": 1e-3,
         },
     ),
-    "hrm-text": ("HrmTextConfig", {"head_dim": 16, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
+    "hrm-text": (
+        "HrmTextConfig",
+        {"initializer_range": 0.2, "head_dim": 16, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2},
+    ),
     "hrm-text-scaled": (
         "HrmTextConfig",
         {
+            "initializer_range": 0.2,
             "head_dim": 24,
             "num_hidden_layers": 1,
             "H_cycles": 3,
@@ -694,7 +699,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(0, 0.4)
             elif key.endswith("sinks"):
                 parameter.normal_(0, 2)
-            elif "norm" in key or key.endswith(("router.scale", "per_expert_scale")):
+            elif ("norm" in key and "norm.mlp" not in key) or key.endswith(("router.scale", "per_expert_scale")):
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
@@ -707,6 +712,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
         for key, buffer in model.named_buffers():
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
+                if family.startswith("axk2"):  # below zero, experts of all other groups are tied
+                    buffer.abs_()
             elif key.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.2)
             elif key.endswith("tid2eid"):
@@ -731,6 +738,21 @@ class Reference:
         """How far the logit of each output token is below the largest, given all tokens before it."""
         logits = self.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
         return logits.amax(-1) - logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+
+    @torch.inference_mode()
+    def margins_by_rounding(self, prompt: list[int], output: list[int], moves: int = 8) -> torch.Tensor:
+        """The same, of each token the smallest of this model and some whose weights are moved by about what sums in
+        another order are: where two tokens or experts to choose are nearly tied, that decides which one is."""
+        found, generator = self.margins(prompt, output), torch.Generator()
+        weights = {key: weight.clone() for key, weight in self.model.named_parameters()}
+        for seed in range(moves):
+            generator.manual_seed(seed)
+            for key, weight in self.model.named_parameters():
+                weight.copy_(weights[key] * (1 + 1e-6 * torch.randn(weight.shape, generator=generator)))
+            found = found.minimum(self.margins(prompt, output))
+        for key, weight in self.model.named_parameters():
+            weight.copy_(weights[key])
+        return found
 
     def agrees(self, prompt: list[int], output: list[int], tie: float = 0.0) -> bool:
         """Whether greedy decoding of `prompt` gives `output`; logits no more than `tie` apart count as equal."""

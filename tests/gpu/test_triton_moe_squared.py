@@ -69,7 +69,7 @@ def test_experts_without_a_gate_equal_one_pair_at_a_time() -> None:
             for token in range(tokens):
                 for weight, expert in zip(weights[token].double(), chosen[token].tolist(), strict=True):
                     want[token] += weight * squared64(grouped.source.make(expert), x[token : token + 1])[0]
-            near = 1e-4 if dtype == torch.float32 else 3e-2
+            near = {torch.float32: 1e-4, BF16: 3e-2, FP8: 4e-2}[dtype]  # a square doubles relative errors
             check(f"{tokens} tokens {dtype}", got, want, near)
             check(f"{tokens} tokens {dtype}, shared", together, want + squared64(shared, x), near)
             check_equal("counters", grouped.counters, torch.zeros_like(grouped.counters))

@@ -20,6 +20,10 @@ from tests.engine.harness import make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 LIMITS = StepLimits(4, 64, 256, 16)
+FAMILIES = (
+    "gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe", "qwen4-exp", "hrm-text", "glm-dsa", "axk2",
+    "hy-v4", "hy-v4-some-dense",
+)  # fmt: skip
 STEPS: tuple[tuple[int, list[int]], ...] = ((1, []), (4, []), (0, [17]), (1, [17]), (1, [20] * 3))
 
 
@@ -28,7 +32,7 @@ def test_layers_run_alone_whatever_they_share_with_others() -> None:
     if MODE == "compile":
         return
     tables = torch.zeros(5, 16, dtype=torch.int32)
-    for family in ("gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe", "qwen4-exp", "hrm-text"):
+    for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             decoder = make_engine(write_checkpoint(family, Path(folder)), num_blocks=40).runner.decoder
         with torch.inference_mode():
@@ -38,6 +42,9 @@ def test_layers_run_alone_whatever_they_share_with_others() -> None:
                 for decodes, prompts in STEPS:
                     made = _forward(alone, cache, tables, LIMITS, decodes, prompts)
                     assert made.shape == (decodes + sum(prompts), decoder.config.hidden_size), family
+                if decoder.captured_context is not None:
+                    made = _forward(alone, cache, tables, LIMITS, 2, [17], longest=LIMITS.max_context)
+                    assert len(made) == 19, family
 
 
 def test_steps_are_cut_into_their_runs() -> None:

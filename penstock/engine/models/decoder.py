@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from penstock.engine.backends.interface import AttentionBatch, Followers, Ops
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.model_config import ModelConfig
@@ -83,8 +84,12 @@ class Decoder(ABC):
         return self.run(self.embed(token_ids), batch, kv)
 
     def alone(self, layer: DecoderLayer) -> Decoder:
-        """One that launches what this one does for a layer, and little else: kernels are built for its steps."""
-        return replace(self, layers=[layer])
+        """One that launches what this one does for a layer, and little else: kernels are built for its steps. A layer
+        that attends to what another has chosen comes behind one that chooses."""
+        if not isinstance(layer.mixer, LatentAttention) or not layer.mixer.follows:
+            return replace(self, layers=[layer])
+        before = next(one for one in self.layers if isinstance(one.mixer, LatentAttention) and one.mixer.indexer)
+        return replace(self, layers=[before, layer])
 
     @property
     def launched_eagerly(self) -> bool:

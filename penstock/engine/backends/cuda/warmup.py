@@ -28,6 +28,7 @@ from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.block_attention import BlockAttention
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.layers.side_by_side import SideBySide
@@ -193,6 +194,8 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
             _forward(decoder, kv, tables, limits, decodes, [2])
     if isinstance(mixer, SideBySide):
         mixer, cache = mixer.attention, cache[0]
+    elif isinstance(mixer, BlockAttention):
+        cache = cache[0]
     if not isinstance(mixer, Attention):
         return
     heads = mixer.heads

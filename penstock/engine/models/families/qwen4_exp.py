@@ -26,7 +26,8 @@ from penstock.errors import CheckpointError
 if TYPE_CHECKING:
     from penstock.engine.models.architecture import Architecture
 
-INDEXED = "indexed_attention"
+_INDEXED = ("indexed_attention", "qwen_sparse_attention")
+"""What releases of transformers have written where published files say full_attention."""
 _GATES = ("silu", "sigmoid")
 _KEYS = frozenset({
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
@@ -48,7 +49,7 @@ def _architecture() -> Architecture:
 
 def _fields(raw: HFConfig) -> ConfigFields:
     layers = layer_count(raw)
-    fields = hybrid_fields(raw, grouped=False, rotated=1.0, attention=(INDEXED, ATTENTION))
+    fields = hybrid_fields(raw, grouped=False, rotated=1.0, attention=(*_INDEXED, ATTENTION))
     gate = raw.get("output_gate_type") or "silu"
     if gate not in _GATES:
         raise CheckpointError(f"output_gate_type is {gate!r:.80}; supported: {', '.join(_GATES)}")

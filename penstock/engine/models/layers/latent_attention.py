@@ -65,6 +65,11 @@ class LatentAttention:
     """float32 [heads]; see `Attention`."""
 
     @property
+    def follows(self) -> bool:
+        """Whether the tokens it attends to are those that another layer chose."""
+        return self.most is not None and self.indexer is None
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         own = (self.inputs, self.output) if self.query_up is None else (self.inputs, self.query_up, self.output)
         own = own if self.output_gate is None else (*own, self.output_gate)
