@@ -388,7 +388,13 @@ class Engine:
     def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
         """Use a moment without work for what makes later steps faster, for a twentieth of a second or so; False when
         there is nothing left to do. `urgent`: whether to break off, asked about every millisecond."""
-        return not self.has_work and self.runner.executor.improve(urgent)
+        try:
+            return not self.has_work and self.runner.executor.improve(urgent)
+        except ReplicaLost:
+            raise
+        except Exception as error:  # such as no memory for another
+            log.warning("no further steps are prepared; others stand in for them: %s", error)
+            return False
 
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""

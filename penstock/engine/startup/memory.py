@@ -42,11 +42,12 @@ def size_cache(
     budget: int,
     beside: int = 0,
     apart: int = 0,
+    graphs: int = 0,
 ) -> CacheSize:
     """As asked for, or a share of what is left.
 
     `beside`: bytes that every block needs outside this cache (in a draft model's). `apart`: bytes that are to stay
-    free.
+    free. `graphs`: bytes that captured steps will take of what a share leaves.
     """
     shape = decoder.cache_shape(config.block_size, dtype)
     rows, kept = max_running + 1, config.kept_states
@@ -60,7 +61,7 @@ def size_cache(
     memory = config.kv_memory
     if memory is None:
         taken = _activation_bytes(backend, decoder, dtype, budget, config.block_size) + apart
-        memory = _room(config, backend, taken)
+        memory = _room(config, backend, taken, graphs)
     elif memory > (free := backend.memory.available()):
         raise ConfigError(f"kv_memory: {_gib(memory)} are more than the {_gib(free)} that are free on {backend.device}")
     memory -= shape.state_bytes * (rows + (kept or 0))
@@ -134,14 +135,20 @@ def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: Slid
     return min(wanted, (num_blocks - 1) * block_size)
 
 
-def _room(config: EngineConfig, backend: Backend, activations: int) -> int:
-    """Bytes for the cache when none are given: of what is free, or of what this model's share has left."""
+def _room(config: EngineConfig, backend: Backend, activations: int, graphs: int) -> int:
+    """Bytes for the cache when none are given: of what is free, or of what this model's share has left. Captured steps
+    have the remainder, and more where that is less than they take: a large model leaves little free."""
     memory, ranks = backend.memory, config.ranks if backend.memory.shared_by_ranks else config.ranks_per_device
     free = memory.available() - activations * config.ranks_per_device
     if config.memory_share is None:
-        return int(free * memory.share_of_free / ranks)
+        return _beside_graphs(free // ranks, memory.share_of_free, graphs)
     rest = int(memory.total() * config.memory_share / ranks) - memory.used() - activations
-    return min(int(rest * memory.share_of_rest), free)
+    return min(_beside_graphs(rest, memory.share_of_rest, graphs), free)
+
+
+def _beside_graphs(room: int, share: float, graphs: int) -> int:
+    """On a small device they have to do with a quarter: steps that cannot be captured are padded to larger ones."""
+    return min(int(room * share), room - min(graphs, room // 4))
 
 
 @torch.inference_mode()

@@ -159,3 +159,25 @@ def test_the_cache_leaves_that_room(base: Path) -> None:
     assert less.blocks == pytest.approx(full.blocks / 2, abs=1)
     with pytest.raises(ConfigError, match=r"0 KiB are allowed beside 1\.00 GiB .*lower adapter_memory"):
         size_cache(config, stand_in, decoder, torch.float32, apart=1 << 30, **sizes)
+
+
+def test_the_cache_leaves_room_for_captured_steps(base: Path) -> None:
+    """A share of what is free is little where weights have taken the most."""
+    engine = make_engine(base)
+    backend, decoder = engine.runner.backend, engine.runner.decoder
+    free = SimpleNamespace(available=lambda: 1 << 26, share_of_free=0.92, shared_by_ranks=False, peak=lambda step: 0)
+    free.total, free.used, free.share_of_rest = (lambda: 1 << 28), (lambda: 1 << 27), 0.92
+    stand_in = cast(
+        Backend,
+        SimpleNamespace(memory=free, device=backend.device, long_context_bytes=lambda decoder, kv: 0),
+    )
+    config = replace(engine.config, num_blocks=None, kv_memory=None)
+    sizes: dict[str, Any] = {"max_running": 4096, "max_model_len": 256, "budget": 64}
+    for share, room in ((None, 1 << 26), (0.75, 1 << 26), (0.625, 1 << 25)):
+        shared = replace(config, memory_share=share)
+        blocks = [
+            size_cache(shared, stand_in, decoder, torch.float32, graphs=graphs, **sizes).blocks
+            for graphs in (0, room // 100, room // 5, room)
+        ]
+        whole = blocks[0] / 0.92
+        assert blocks == pytest.approx([0.92 * whole, 0.92 * whole, 0.8 * whole, 0.75 * whole], rel=0.01)

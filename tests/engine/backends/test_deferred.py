@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda import decode_graphs, prompt_graphs
+from penstock.engine.backends.cuda import decode_graphs, graph_memory, prompt_graphs
 from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.deferred import Deferred
+from penstock.engine.backends.cuda.graph_memory import graph_bytes
 from penstock.engine.backends.cuda.graphs import GraphExecutor
+from penstock.engine.backends.interface import StepLimits
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.core import Engine
 from penstock.engine.request import Request
@@ -102,6 +104,9 @@ def test_few_steps_are_captured_at_the_start_and_the_rest_when_there_is_no_work(
     assert set(executor.graphs._captured) == set(executor.graphs.buckets)
     assert {shape.tokens for shape in executor.prompt_graphs._captured} == {32, 64}
     assert generate(engine, *requests) == before
+    captured = [*executor.graphs._captured.values(), *executor.prompt_graphs._captured.values()]
+    kept = graph_bytes(engine.runner.decoder, StepLimits(40, 64, 128, 16), None) - graph_memory._REST
+    assert kept == sum(one.logits.nbytes for one in captured), "what is left free for them"
     executor.release()()
     assert set(executor.graphs._captured) == {1, 2, 3, 4, 6, 8, 16, 32, 40}, "and the others later again"
     engine.forget_caches()
@@ -184,4 +189,15 @@ def test_a_capture_that_fails_costs_no_step_and_is_tried_again_without_work(
     while engine.improve():
         pass
     assert 24 in executor.graphs._captured
+    assert_idle(engine)
+
+
+def test_a_capture_that_fails_without_work_is_the_last_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        for module in (decode_graphs, prompt_graphs):
+            patched.setattr(module, "record", fail)
+        assert not engine.improve() and "others stand in" in caplog.text
+    assert len(generate(engine, *requests_of(20, 12))) == 20
     assert_idle(engine)

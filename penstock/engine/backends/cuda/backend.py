@@ -20,6 +20,7 @@ from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Quantizer
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group, with_shared
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer, InvariantFp8
+from penstock.engine.backends.cuda.graph_memory import graph_bytes
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
 from penstock.engine.backends.cuda.kernels.common import overlap_launches
@@ -161,6 +162,9 @@ class CudaBackend(TorchCudaBackend):
 
     def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
         return room_for_gathered(decoder, kv) + (0 if decoder.captured_context is None else CHOICE_BYTES)
+
+    def graph_bytes(self, decoder: Decoder, limits: StepLimits, adapters: AdaptedModel | None) -> int:
+        return graph_bytes(decoder, limits, adapters)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

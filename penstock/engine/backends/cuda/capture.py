@@ -21,6 +21,9 @@ from torch import Tensor
 
 from penstock.engine.kv.cache import KVCache
 
+_ROOM = 1 << 29
+"""Free bytes of the device with which a step can be captured, usually."""
+
 Work = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -45,6 +48,7 @@ def _capture_stream(device: torch.device) -> Any:
 def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recording:
     """Capture `work` with memory from `pool` (None: a new one). `rehearse` runs before, and launches every kernel that
     `work` will: outside the graph they may be compiled and loaded."""
+    _make_room(device)
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
@@ -75,6 +79,12 @@ def _garbage_kept() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _make_room(device: torch.device) -> None:
+    """The allocator frees none of what it has cached while something is captured."""
+    if torch.cuda.mem_get_info(device)[0] < _ROOM:
+        torch.cuda.empty_cache()
 
 
 _urgent: ContextVar[Callable[[], bool] | None] = ContextVar("urgent", default=None)
