@@ -2,13 +2,14 @@
 
 One layer's matrices are in memory at a time: all the text goes through a layer before the next one is read. A layer's
 inputs are observed first, then the caller quantizes it, and the text passes through the quantized layer, so that later
-layers are calibrated on the inputs they will get.
+layers are calibrated on the inputs they will get. Models that run layers several times are observed as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,12 +21,11 @@ from penstock.engine.backends.select import pick_backend
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.build import build_decoder
-from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.composed import StackedLinear
 from penstock.engine.models.layers.experts import ApartExperts, ExpertMlp, NarrowExperts, SharedAndRouted
 from penstock.engine.models.weights import Weights
-from penstock.errors import ConfigError
 
 _BLOCK_SIZE = 16
 
@@ -104,10 +104,6 @@ def calibrate(
     """Take all `windows` of token ids through the model, and each layer through `change`; yields the layers done."""
     model = read_config(weights.config)
     longest = max(map(len, windows))
-    if model.ngrams is not None and any(one is not None for one in model.ngrams.layers):
-        raise ConfigError(f"calibration is not available for {model.family} models, whose layers look up token ids")
-    if model.cycles is not None:
-        raise ConfigError(f"calibration is not available for {model.family} models, whose layers run several times")
     decoder = build_decoder(
         weights,
         model,
@@ -119,7 +115,11 @@ def calibrate(
     blocks = -(-longest // _BLOCK_SIZE)
     tokens = [torch.tensor(list(ids), device=device) for ids in windows]
     streams = [decoder.embed(ids) for ids in tokens]
-    by_tokens = model.moe is not None and any(model.moe.hashed)
+    by_tokens = model.ngrams is not None or model.moe is not None and any(model.moe.hashed)
+
+    if model.cycles is not None:
+        yield from _all_at_once(decoder, tokens, change, device)
+        return
 
     sources = {_source(layer) for layer in decoder.layers}
     kept: dict[int, list[KVCache]] = {}
@@ -141,7 +141,7 @@ def calibrate(
             caches = [cache_of(layer)] * len(streams)
         for at, (ids, stream, kv) in enumerate(zip(tokens, streams, caches, strict=True)):
             if by_tokens:
-                alone.embed(ids)  # tells the layer which experts these tokens visit
+                alone.embed(ids)  # tells the layer which experts these tokens visit, or their n-grams
             residual = stream if update else _copy(stream)
             batch = AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device)
             batch.chosen = chosen[at]
@@ -161,6 +161,24 @@ def calibrate(
         for linear in linears:
             linear.drop()
         yield index + 1
+
+
+def _all_at_once(decoder: Decoder, tokens: Sequence[Tensor], change: Change, device: torch.device) -> Iterator[int]:
+    """Layers that run several times read what later ones have computed: all are observed before any is changed."""
+    layers = list({id(layer): layer for layer in decoder.layers}.values())
+    linears = [observed(layer) for layer in layers]
+    for linear in chain.from_iterable(linears):
+        linear.load(device)
+        linear.observing = True
+    shape = decoder.cache_shape(_BLOCK_SIZE, torch.float32)
+    kv = KVCache(shape, -(-max(map(len, tokens)) // _BLOCK_SIZE) + 1, device, num_states=2)
+    for ids in tokens:
+        decoder.forward(ids, AttentionBatch.of_one(len(ids), _BLOCK_SIZE, device), kv)
+    for done, (layer, own) in enumerate(zip(layers, linears, strict=True), start=1):
+        change(layer, own)
+        for linear in own:
+            linear.drop()
+        yield len(decoder.layers) * done // len(layers)
 
 
 def observed(layer: DecoderLayer) -> list[ObservedLinear]:

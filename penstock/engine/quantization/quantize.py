@@ -169,6 +169,7 @@ def _calibrated(
         if by_awq:
             layer = _scale(model, layer, group, stored, changed)
         for linear in linears:
+            _check_size(linear, group)
             groups = rounded(linear.weight, linear.hessian, linear.tokens)
             linear.weight = groups.dense()
             for name, rows in _rows_of(groups, linear.names):
@@ -183,6 +184,16 @@ def _calibrated(
         weight = source.tensor(name, device).float()
         write(name, rounded(weight, torch.eye(weight.shape[1], device=device), 0))
     return changed
+
+
+def _check_size(linear: ObservedLinear, group: int) -> None:
+    """Of those matrices, too, whose names do not tell that they are quantized."""
+    for name, outputs in linear.names.items():
+        if outputs % 8 or linear.inputs % group:
+            raise ConfigError(
+                f"{name}: {outputs} outputs and {linear.inputs} inputs cannot be cut into groups of {group} inputs, "
+                "with a multiple of 8 outputs; use int8 or fp8"
+            )
 
 
 def _rows_of(groups: IntGroups, names: dict[str, int]) -> list[tuple[str, IntGroups]]:

@@ -182,6 +182,47 @@ def test_folded_scales_change_nothing(family: str, tmp_path: Path) -> None:
         assert float((scaled_one - plain).norm()) < 1e-4 * float(plain.norm())
 
 
+SIZES = {
+    "hrm-text": {},
+    "qwen4-exp": {
+        "indexer_head_dim": 16,
+        "shared_expert_intermediate_size": 64,
+        "ple_embed_dim": 64,
+        "initializer_range": 0.3,
+    },
+    "deepseek-v4": {
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "o_lora_rank": 16,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 32,
+        "index_head_dim": 16,
+    },
+}
+"""In place of some that groups do not divide."""
+
+
+@pytest.mark.parametrize("family", ["hrm-text", pytest.param("qwen4-exp", marks=pytest.mark.slow), "deepseek-v4"])
+def test_layers_that_look_up_token_ids_or_run_several_times(family: str, tmp_path: Path) -> None:
+    source = write_checkpoint(family, tmp_path / "source", spread=0.3, **SIZES[family])
+    reference = scores(source, open_checkpoint(source))
+    nearest = distance(scores(source, RoundedCheckpoint(open_checkpoint(source), 32)), reference)
+    for method in ("gptq-int4", "awq-int4"):
+        made = make(source, tmp_path / method, Recipe(method, 32))  # type: ignore[arg-type]
+        assert made[-1][1] == made[-1][2]
+        checkpoint = open_checkpoint(tmp_path / method)
+        assert set(checkpoint.names()) == set(open_checkpoint(source).names())
+        assert distance(scores(source, checkpoint), reference).divergence < 0.98 * nearest.divergence, method
+
+
+def test_a_matrix_that_words_cannot_hold_is_named(tmp_path: Path) -> None:
+    """Eight outputs share a word of zero points."""
+    sizes = {**SIZES["qwen4-exp"], "indexer_head_dim": 12}
+    source = write_checkpoint("qwen4-exp", tmp_path / "source", **sizes)
+    with pytest.raises(ConfigError, match=r"index_qk_proj\.weight: 204 outputs.*use int8 or fp8"):
+        make(source, tmp_path / "made", Recipe("gptq-int4", 32))
+
+
 def test_matrices_that_are_not_multiplied_as_they_are_stored(tmp_path: Path) -> None:
     """Those that make keys and values of latents: in the checkpoint all the same."""
     sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -243,7 +284,7 @@ def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path)
     assert np.linalg.norm(dense - original) < 0.2 * np.linalg.norm(original)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa", "qwen4-exp"])
 def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     """What calibration computes between layers is what the decoder computes in one go, also where upper layers attend
     to the keys of lower ones or to what they chose, and where tokens name their experts."""
