@@ -115,7 +115,7 @@ def calibrate(
     blocks = -(-longest // _BLOCK_SIZE)
     tokens = [torch.tensor(list(ids), device=device) for ids in windows]
     streams = [decoder.embed(ids) for ids in tokens]
-    by_tokens = model.ngrams is not None or model.moe is not None and any(model.moe.hashed)
+    by_tokens = model.ngrams is not None or (model.moe is not None and any(model.moe.hashed))
 
     if model.cycles is not None:
         yield from _all_at_once(decoder, tokens, change, device)
