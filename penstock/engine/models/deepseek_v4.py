@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch, CompressionLayout
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
-from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
 from penstock.engine.models.layers.experts import StepTokens
 from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead
@@ -18,7 +18,7 @@ from penstock.engine.models.layers.linear import WideLinear
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
-from penstock.engine.models.token_digits import digits_of, ids_of
+from penstock.engine.models.streams import StreamsDecoder
 
 INPUTS, QUERY_UP, KEY = "q_a_proj", "q_b_proj", "kv_proj"
 OUTPUT_DOWN, OUTPUT = "o_a_proj", "o_b_proj"
@@ -39,45 +39,12 @@ class StreamsLayer(DecoderLayer):
 
 
 @dataclass(frozen=True, slots=True)
-class DeepseekV4Decoder(Decoder):
-    """See `Decoder`. The residual stream of a token has all its streams, side by side."""
+class DeepseekV4Decoder(StreamsDecoder):
+    """See `StreamsDecoder`."""
 
     @property
-    def launched_eagerly(self) -> bool:
-        return True  # how a step is cut depends on its sequences
-
-    @property
-    def stream_width(self) -> int:
-        stage = self.config.stage
-        return self._width + (0 if stage is None else stage.arrives.width)
-
-    @property
-    def _width(self) -> int:
-        assert self.config.streams is not None
-        return self.config.streams.count * self.config.hidden_size
-
-    def entered(self, sent: Tensor) -> Tensor:
-        stage = self.config.stage
-        if stage is None or not stage.arrives.tokens:
-            return sent
-        self._tell(ids_of(sent[:, self._width :]))
-        return sent[:, : self._width].contiguous()
-
-    def passed_on(self, stream: Tensor) -> Tensor:
-        stage = self.config.stage
-        if stage is None or not stage.leaves.tokens:
-            return stream
-        return torch.cat((stream, digits_of(self._layers[0].tokens.of(len(stream)), stream.dtype)), dim=1)
-
-    def _tell(self, token_ids: Tensor) -> None:
-        for layer in self._layers:
-            layer.tokens.ids = token_ids
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        known = token_ids if self.embedded is None else self.embedded.known(token_ids)
-        self._tell(known)
-        stream = Decoder.embed(self, token_ids)
-        return stream.repeat(1, self._width // stream.shape[1])
+    def told(self) -> list[StepTokens]:
+        return [layer.tokens for layer in self._layers]
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         eps, dtype = self.config.rms_eps, self.embedding.dtype

@@ -22,6 +22,7 @@ from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.model_config import NgramConfig
 from penstock.engine.models.ngram_hash import head_sizes, multipliers, table_rows
 from penstock.engine.models.qwen3_next import compose_delta_net, gated_attention_parts
+from penstock.engine.models.streams import StreamsDecoder
 
 MIXER_STREAMS, FEED_FORWARD_STREAMS, LAST_STREAMS = (
     "attn_hyper_connection",
@@ -44,24 +45,12 @@ class GatedStreamsLayer(DecoderLayer):
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen4ExpDecoder(Decoder):
-    """See `Decoder`. The residual stream of a token has all its streams, side by side."""
+class Qwen4ExpDecoder(StreamsDecoder):
+    """See `StreamsDecoder`."""
 
     @property
-    def launched_eagerly(self) -> bool:
-        return True  # how a step is cut depends on its sequences
-
-    @property
-    def stream_width(self) -> int:
-        assert self.config.streams is not None
-        return self.config.streams.count * self.config.hidden_size
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        for layer in self._layers:
-            if layer.ngrams is not None:
-                layer.ngrams.tokens.ids = token_ids
-        stream = Decoder.embed(self, token_ids)
-        return stream.repeat(1, self.stream_width // stream.shape[1])
+    def told(self) -> list[StepTokens]:
+        return [layer.ngrams.tokens for layer in self._layers if layer.ngrams is not None]
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         dtype = self.embedding.dtype

@@ -83,13 +83,6 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             "pipeline_parallel: layers of this model run several times for each token, so that it has no stages; use "
             "tensor_parallel"
         )
-    if model.ngrams is not None:
-        begin, end = layer_span(model.num_layers, Place(0, tensor, pipeline))
-        if any(one is not None for one in model.ngrams.layers[end:]):
-            raise ConfigError(
-                f"pipeline_parallel: with {pipeline} stages the first has {end - begin} layers, and later ones look up "
-                "n-grams of token ids, which only the first stage knows; use fewer stages"
-            )
     index = None if model.latent is None else model.latent.index
     for stage in range(pipeline) if index is not None else ():
         begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
@@ -254,7 +247,7 @@ def given_keys(model: ModelConfig, place: Place) -> tuple[int | None, ...]:
 
 
 def _stage(model: ModelConfig, place: Place) -> StageConfig | None:
-    if place.pipeline == 1 or (not model.key_sources and not model.other_tables):
+    if place.pipeline == 1 or not (model.key_sources or model.other_tables or model.ngrams is not None):
         return None
     first, last = layer_span(model.num_layers, place)
     arrives, leaves = _carried_to(model, first, place), _carried_to(model, last, place)
@@ -273,5 +266,6 @@ def _carried_to(model: ModelConfig, begin: int, place: Place) -> Carried:
     return Carried(
         vectors=(model.num_layers - begin) * inputs.size if inputs is not None else 0,
         keys=tuple(keys),
-        tokens=model.moe is not None and any(model.moe.hashed[begin:]),
+        tokens=(model.moe is not None and any(model.moe.hashed[begin:]))
+        or (model.ngrams is not None and any(one is not None for one in model.ngrams.layers[begin:])),
     )

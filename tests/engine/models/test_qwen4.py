@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import NgramConfig
 from penstock.engine.models.ngram_hash import head_sizes, multipliers
-from penstock.engine.parallel.layout import check_layout
 from penstock.errors import CheckpointError, ConfigError
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
-from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny import Reference, write_checkpoint
 
 TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding"
 PROMPT = [(j * 31 + 7) % 199 for j in range(60)]
@@ -130,12 +128,18 @@ def test_configurations_that_cannot_be_run(folder: Path, changes: dict[str, Any]
         read_config(_config(folder) | changes)
 
 
+@pytest.mark.parametrize("ranks", [(1, 2), (1, 5), (2, 2)])
+def test_later_stages_are_told_of_tokens(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Also where a stage in between looks nothing up, and passes on what others will."""
+    folder = write_checkpoint("qwen4-exp", tmp_path, ple_layer_ids=[1, 4])
+    requests = [greedy(name, ids, 12) for name, ids in (("a", PROMPT), ("b", PROMPT[5:]), ("c", [3]))]
+    wanted = generate(make_engine(folder), *requests)
+    assert Reference(folder).agrees(PROMPT, wanted["a"])
+    with threaded_engine(folder, *ranks, token_budget=16) as engine:
+        assert generate(engine, *requests) == wanted
+
+
 def test_what_it_does_not_have_is_refused(folder: Path, tmp_path: Path) -> None:
-    model = read_config(_config(folder))
-    assert model.ngrams is not None
-    further = dataclasses.replace(model.ngrams, layers=(None, 0, None, 1, None))
-    with pytest.raises(ConfigError, match="look up n-grams of token ids, which only the first stage knows"):
-        check_layout(dataclasses.replace(model, ngrams=further), 1, 2)
     with pytest.raises(ConfigError, match="not handed over"), threaded_engine(folder, 2, 1, role="prefill"):
         pass
     drafting = {**load_file(folder / "model.safetensors"), "mtp.fc.weight": torch.zeros(64, 128)}

@@ -27,13 +27,13 @@ from penstock.engine.models.model_config import SMALL_TOTAL, GroupScore, LayerTa
 
 @dataclass(slots=True)
 class StepTokens:
-    """The ids of the tokens that are being computed, for routers that look them up."""
+    """The ids of the tokens that are being computed, for what looks them up."""
 
     ids: Tensor | None = None
 
     def of(self, count: int) -> Tensor:
         if self.ids is None or len(self.ids) != count:
-            raise RuntimeError("experts are chosen by token ids, and nobody has said which the tokens of this step are")
+            raise RuntimeError("token ids are looked up, and nobody has said which the tokens of this step are")
         return self.ids
 
 
