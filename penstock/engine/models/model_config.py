@@ -555,11 +555,6 @@ class ModelConfig:
         return any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
 
     @property
-    def cut_caches(self) -> bool:
-        """Whether it is known which part of blocks and states each of several ranks has."""
-        return self.compression is None and self.block_index is None
-
-    @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
         plain = self.moe is None and not self.recurrent and not self.gated_attention

@@ -42,8 +42,6 @@ class CacheParts:
     def blocks(self, place: Place) -> BlockPart:
         """What `place` has of every block."""
         model, size = self.model, self.block_size
-        if not model.cut_caches:
-            return BlockPart(())  # see `states`
         if model.latent is not None and model.latent.index is not None:
             found = self._indexed(model.latent.index, place)
             if self.rows is not None:
@@ -94,10 +92,7 @@ class CacheParts:
         return TensorPart(1, 1, (0, int(here)), ((0, 1),), 1, size)
 
     def states(self, place: Place) -> BlockPart:
-        """What `place` has of every state. None where what layers keep is of several kinds: engines of several ranks do
-        not hand that over (`startup.engine`)."""
-        if not self.model.cut_caches:
-            return BlockPart(())
+        """What `place` has of every state."""
         layers, total = self._layers(place, recurrent=True)
         state, cut = self._state(), self._channels(place)
         if isinstance(state, ConvolutionState):

@@ -21,7 +21,9 @@ from penstock.engine.kv.kinds import PagedKV, PagedRows
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
+from penstock.engine.parallel.kind_parts import KindParts
 from penstock.engine.parallel.layout import Place, given_keys, layer_span
+from penstock.engine.parallel.part_runs import PartInRuns, Run, joined
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,45 +82,6 @@ def _packed(site: Site) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Layers that follow each other both in a rank's own tensor and in a whole one."""
-
-    whole: int
-    """Which tensor of a whole block."""
-    own: int
-    """Which of the rank's own."""
-    bytes: Span
-    """Where they are in the rank's own."""
-    part: TensorPart
-
-
-@dataclass(frozen=True, slots=True)
-class SitePart(BlockPart):
-    """See `BlockPart`. A rank may have the kinds of its layers in another order than the whole model."""
-
-    runs: tuple[_Run, ...] = ()
-    own_bytes: tuple[int, ...] = ()
-
-    @property
-    def gives(self) -> bool:
-        return any(run.part.gives for run in self.runs)
-
-    def take(self, whole: list[memoryview], pieces: list[memoryview]) -> None:
-        for run in self.runs:
-            run.part.take(whole[run.whole], pieces[run.own][slice(*run.bytes)])
-
-    def put(self, pieces: list[memoryview] | list[bytes], whole: list[memoryview]) -> None:  # type: ignore[override]
-        for run in self.runs:
-            if run.part.gives:
-                run.part.put(pieces[run.own][slice(*run.bytes)], whole[run.whole])
-
-    def cut(self, whole: list[memoryview]) -> list[bytes]:
-        pieces = [bytearray(size) for size in self.own_bytes]
-        self.take(whole, [memoryview(piece) for piece in pieces])
-        return [bytes(piece) for piece in pieces]
-
-
-@dataclass(frozen=True, slots=True)
 class SiteParts(CacheParts):
     """See `CacheParts`."""
 
@@ -150,7 +113,7 @@ class SiteParts(CacheParts):
         here = self._here(place)
         own_kinds = [self.sites[at].kind(size, dtype, place=place) for at in here]
         own_order = list(dict.fromkeys(own_kinds))
-        runs: list[_Run] = []
+        runs: list[Run] = []
         for index, (among, own) in enumerate(zip(here, own_kinds, strict=True)):
             site, kind = self.sites[among], kinds[among]
             at, own_at = kinds[:among].count(kind), own_kinds[:index].count(own)
@@ -163,7 +126,7 @@ class SiteParts(CacheParts):
                 )
                 length = part.own_bytes
                 runs.append(
-                    _Run(
+                    Run(
                         order.index(kind) * tensors + tensor,
                         own_order.index(own) * tensors + tensor,
                         (own_at * length, (own_at + 1) * length),
@@ -171,30 +134,12 @@ class SiteParts(CacheParts):
                     )
                 )
         own_bytes = [part.whole_bytes for kind in own_order for part in self._tensors(kind, own_kinds.count(kind))]
-        return SitePart(tuple(whole), _joined(runs), tuple(own_bytes))
+        return PartInRuns(tuple(whole), joined(runs), tuple(own_bytes))
 
     def _tensors(self, kind: PagedKV, layers: int) -> list[TensorPart]:
         sizes = [self.block_size * kind.head_dim * kind.dtype.itemsize]
         sizes += [self.block_size * SCALE_DTYPE.itemsize] * (kind.dtype == INT8)
         return [TensorPart(layers, kind.kv_heads, (0, layers), ((0, kind.kv_heads),), 2, each) for each in sizes]
-
-
-def _joined(runs: list[_Run]) -> tuple[_Run, ...]:
-    """With as few copies as possible."""
-    joined: list[_Run] = []
-    for run in sorted(runs, key=lambda run: (run.own, run.bytes)):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and (last.own, last.whole, last.part.units, last.part.gives)
-            == (run.own, run.whole, run.part.units, run.part.gives)
-            and (last.bytes[1], last.part.layers[1]) == (run.bytes[0], run.part.layers[0])
-        ):
-            part = replace(last.part, layers=(last.part.layers[0], run.part.layers[1]))
-            joined[-1] = replace(last, bytes=(last.bytes[0], run.bytes[1]), part=part)
-        else:
-            joined.append(run)
-    return tuple(joined)
 
 
 def sites_of(model: ModelConfig, place: Place) -> tuple[SiteShape, ...]:
@@ -219,6 +164,8 @@ def cache_parts(part: Part, place: Place) -> CacheParts:
             "speculation: a drafter that reads hidden states is not supported on several devices where layers differ "
             "in their heads; use ngram or a draft model"
         )
+    sizes = part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows
     if sites:
-        return SiteParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=sites)
-    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)
+        return SiteParts(*sizes, sites=sites)
+    several = part.model.compression is not None or part.model.block_index is not None
+    return KindParts(*sizes) if several else CacheParts(*sizes)

@@ -224,11 +224,6 @@ def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None) -> str:
         return ""
     if not config.prefix_cache:
         raise ConfigError(f"role: {config.role} hands over blocks by name, which prefix_cache: false forbids")
-    if ranks is not None and not part.model.cut_caches:
-        raise ConfigError(
-            f"role: {config.role}: {part.model.family} models are not handed over by engines of several devices; "
-            "leave out tensor_parallel and pipeline_parallel, or role"
-        )
     mixers = [layer.mixer for layer in part.decoder.layers]
     smoothed = any(isinstance(mixer, Attention) and mixer.key_smoothing for mixer in mixers)
     shape = part.kv.shape if ranks is None else _spread(part, ranks).shape

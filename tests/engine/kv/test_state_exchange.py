@@ -133,6 +133,39 @@ def test_states_of_other_layers_cross_too(tmp_path: Path, giving: tuple[int, int
         check_grids(write_checkpoint(family, tmp_path / family), giving, taking)
 
 
+SEVERAL = {
+    "deepseek-v4": {},
+    "qwen4-exp": {"ple_layer_ids": [1, 4]},
+}
+"""Families whose layers keep things of several kinds, and sizes with which stages have them in other orders."""
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+@pytest.mark.parametrize(
+    ("giving", "taking"), [slow((2, 1), (1, 1)), ((1, 2), (2, 1)), slow((2, 2), (1, 4)), slow((1, 1), (2, 2))]
+)
+def test_several_kinds_cross_between_grids(
+    tmp_path: Path, family: str, giving: tuple[int, int], taking: tuple[int, int]
+) -> None:
+    check_grids(write_checkpoint(family, tmp_path, **SEVERAL[family]), giving, taking)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SEVERAL)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_several_kinds_cross_in_few_bits(tmp_path: Path, family: str, kind: str) -> None:
+    check_grids(write_checkpoint(family, tmp_path, **SEVERAL[family]), (2, 1), (1, 2), kv_dtype=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SEVERAL)
+def test_several_kinds_cross_without_shared_memory(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "open_shared", lambda *_: None)
+    check_grids(write_checkpoint(family, tmp_path, **SEVERAL[family]), (2, 1), (1, 2))
+
+
 def test_a_rank_that_shares_no_memory_sends_its_part_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "open_shared", lambda *_: None)
     check_grids(folder, (2, 1), (1, 2))

@@ -411,9 +411,3 @@ def test_grids_that_divide_it() -> None:
 def test_what_it_does_not_have_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(folder, **settings)
-
-
-def test_entries_are_not_handed_over_by_several_devices(folder: Path) -> None:
-    message = "deepseek_v4 models are not handed over by engines of several devices"
-    with pytest.raises(ConfigError, match=message), threaded_engine(folder, 2, 1, role="prefill"):
-        pass

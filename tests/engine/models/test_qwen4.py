@@ -140,8 +140,6 @@ def test_later_stages_are_told_of_tokens(tmp_path: Path, ranks: tuple[int, int])
 
 
 def test_what_it_does_not_have_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not handed over"), threaded_engine(folder, 2, 1, role="prefill"):
-        pass
     drafting = {**load_file(folder / "model.safetensors"), "mtp.fc.weight": torch.zeros(64, 128)}
     drafts = _changed(folder, tmp_path / "mtp", drafting)
     with pytest.raises(ConfigError, match="speculation: mtp is not available"):

@@ -124,9 +124,9 @@ def test_with_other_settings(folder_of: Callable[[str], Path], settings: dict[st
 
 
 @slow
-@pytest.mark.parametrize("family", ["qwen3-next", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen3-next", "deepseek-v3", "qwen4-exp", "deepseek-v4"])
 @pytest.mark.parametrize(("giving", "taking"), [(BY_SEQUENCES, BY_SEQUENCES), (ONE, STAGES), (STAGES, ONE)])
-def test_states_and_latents(folder_of: Callable[[str], Path], family: str, giving: Grid, taking: Grid) -> None:
+def test_states_latents_and_entries(folder_of: Callable[[str], Path], family: str, giving: Grid, taking: Grid) -> None:
     check(folder_of(family), giving, taking)
 
 

@@ -185,8 +185,6 @@ ELSEWHERE = (
     "models, which run through transformers",
     "models, whose layers keep states and which run through transformers",
     "it has no parts for several ranks",
-    "are not handed over by engines of several devices",
-    "which only the first stage knows; use fewer stages",
 )
 """Rows of the documentation's table that other tests cause."""
 

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import AttentionBatch, BlockIndex, BlockIndexLayout
-from penstock.engine.kv.kinds import BothKinds, PagedEntries, PagedRows
+from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, PagedRows
 from penstock.engine.models.layers.gated_attention import GatedAttention
 from penstock.engine.models.layers.linear import Linear
+
+
+def with_index_keys(kept: CacheKind, dim: int, rate: int, block_size: int, made: torch.dtype) -> BothKinds:
+    """Beside what attention keeps: index keys of tokens and of blocks, in the type of the activations."""
+    return BothKinds(kept, BothKinds(PagedRows(dim, block_size, made), PagedEntries(dim, rate, block_size, made)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +47,9 @@ class BlockAttention(GatedAttention):
         return sum(linear.weight_bytes for linear in self.linears)
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> BothKinds:
-        layout, made = self.indexer.layout, self.indexer.dtype
-        keys = BothKinds(
-            PagedRows(layout.dim, block_size, made), PagedEntries(layout.dim, layout.rate, block_size, made)
-        )
+        layout = self.indexer.layout
         own = GatedAttention.cache_kind(self, block_size, dtype)
-        return BothKinds(own, keys)
+        return with_index_keys(own, layout.dim, layout.rate, block_size, self.indexer.dtype)
 
     def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
         """`cache`: of `cache_kind`."""

@@ -26,6 +26,27 @@ from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, StateTe
 from penstock.engine.models.layers.linear import Linear
 
 
+def kept_kind(
+    window: int, head_dim: int, rate: int, index_dim: int, block_size: int, dtype: torch.dtype, made: torch.dtype
+) -> CacheKind:
+    """What a layer keeps. `rate`: 0 where there are no entries; `index_dim`: 0 where nothing chooses them; `made`: of
+    the activations."""
+    keys = ((window, head_dim), made)
+    if not rate:
+        return StateTensors((keys,))
+    entries: CacheKind = PagedEntries(head_dim, rate, block_size, dtype)
+    if not index_dim:
+        return BothKinds(entries, StateTensors((keys, *_open_groups(head_dim, overlapping=False))))
+    groups = *_open_groups(head_dim, overlapping=True), *_open_groups(index_dim, overlapping=True)
+    index_keys = PagedEntries(index_dim, rate, block_size, made)
+    return BothKinds(BothKinds(entries, index_keys), StateTensors((keys, *groups)))
+
+
+def _open_groups(dim: int, *, overlapping: bool) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """What a pool keeps of groups that are not complete."""
+    return (((3, 2 * dim), torch.float32), ((3, dim), torch.float32)) if overlapping else (((3, dim), torch.float32),)
+
+
 @dataclass(frozen=True, slots=True)
 class EntryPool:
     """What makes entries of tokens."""
@@ -40,15 +61,12 @@ class EntryPool:
         return PoolInputs(values, gates, self.bias, self.norm)
 
     @property
-    def parts(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Of its state."""
-        dim, width = self.norm.shape[0], self.bias.shape[1]
-        before = (((3, dim), torch.float32),) if width > dim else ()
-        return ((3, width), torch.float32), *before
+    def overlapping(self) -> bool:
+        return self.bias.shape[1] > self.norm.shape[0]
 
     def state(self, tensors: list[Tensor]) -> PoolState:
         """Takes its own of what a layer has."""
-        return PoolState(tensors.pop(0), tensors.pop(0) if len(self.parts) > 1 else None)
+        return PoolState(tensors.pop(0), tensors.pop(0) if self.overlapping else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +120,8 @@ class CompressedAttention:
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
         layout, made = self.layout, self.key_norm.dtype
-        window = ((layout.window, layout.head_dim), made)
-        if self.pool is None:
-            return StateTensors((window,))
-        entries: CacheKind = PagedEntries(layout.head_dim, layout.rate, block_size, dtype)
-        if self.indexer is None:
-            return BothKinds(entries, StateTensors((window, *self.pool.parts)))
-        pool = self.indexer.pool
-        keys = PagedEntries(pool.norm.shape[0], layout.rate, block_size, made)
-        return BothKinds(BothKinds(entries, keys), StateTensors((window, *self.pool.parts, *pool.parts)))
+        index_dim = 0 if self.indexer is None else self.indexer.pool.norm.shape[0]
+        return kept_kind(layout.window, layout.head_dim, layout.rate, index_dim, block_size, dtype, made)
 
     def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
         made, rank = self.inputs(x), self.query_norm.shape[0]

@@ -29,6 +29,11 @@ from penstock.engine.models.model_config import NgramConfig
 _LEAST_GATE = 1e-6
 
 
+def kept_kind(config: NgramConfig, channels: int, made: torch.dtype) -> StateTensors:
+    """What is kept of a sequence. `channels`: of the convolution; `made`: the type of the activations."""
+    return StateTensors((((config.before,), torch.int64), ((config.reach, channels), made)))
+
+
 @dataclass(frozen=True, slots=True)
 class NgramTable:
     """Looks up the rows of n-grams."""
@@ -96,8 +101,7 @@ class NgramInput:
         return self.key.weight_bytes + self.value.weight_bytes
 
     def cache_kind(self) -> StateTensors:
-        channels = self.conv.shape[0]
-        return StateTensors((((self.config.before,), torch.int64), ((self.config.reach, channels), self.dtype)))
+        return kept_kind(self.config, self.conv.shape[0], self.dtype)
 
     def add(self, streams: Tensor, batch: AttentionBatch, cache: list[Tensor]) -> None:
         """In place. `cache`: of `cache_kind`."""
