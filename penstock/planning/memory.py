@@ -449,7 +449,8 @@ def gathered_bytes(deployment: Deployment) -> int:
 
 def _span(deployment: Deployment, stage: int) -> Span:
     tensor, pipeline = deployment.tensor_parallel, deployment.pipeline_parallel
-    return layer_span(deployment.shape.layers, Place(stage * tensor, tensor, pipeline))
+    shape, place = deployment.shape, Place(stage * tensor, tensor, pipeline)
+    return layer_span(shape.layers, place, () if shape.mla is None else shape.mla.indexed)
 
 
 def _weights_source(deployment: Deployment) -> str:

@@ -555,6 +555,13 @@ class ModelConfig:
         return any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
 
     @property
+    def stage_starts(self) -> tuple[bool, ...]:
+        """With which layers a stage of a pipeline may begin; empty: with any. Those that attend to what another one has
+        chosen stay with it."""
+        index = None if self.latent is None else self.latent.index
+        return () if index is None else index.layers
+
+    @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
         plain = self.moe is None and not self.recurrent and not self.gated_attention

@@ -43,7 +43,7 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
+from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, stage_span
 from penstock.engine.parallel.shards import (
     WHOLE,
     channel_delta_cuts,
@@ -135,7 +135,7 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         of_sites.append((inputs[site.attribute], outputs[site.attribute]) if own is None else own)
     return AdapterCut(
         whole,
-        layer_span(model.num_layers, place),
+        stage_span(model, place),
         tuple(columns for columns, _ in of_sites),
         tuple(rows for _, rows in of_sites),
         heads,

@@ -23,7 +23,7 @@ from penstock.engine.kv.kinds import (
     RecurrentState,
 )
 from penstock.engine.models.model_config import IndexConfig, ModelConfig
-from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
+from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
 
 
@@ -68,7 +68,7 @@ class CacheParts:
         as the cache has the tensors of each kind."""
         latent, size = self.model.latent, self.block_size
         assert latent is not None
-        begin, end = layer_span(len(index.layers), place)
+        begin, end = stage_span(self.model, place)
         found = []
         for own in (True, False):
             total, before = index.layers.count(own), index.layers[:begin].count(own)
@@ -160,6 +160,6 @@ class CacheParts:
         kinds = self._recurrent
         if self._beside and not recurrent:  # all layers attend
             kinds = (False,) * len(kinds)
-        begin, end = layer_span(len(kinds), place)
+        begin, end = stage_span(self.model, place)
         before, here = kinds[:begin].count(recurrent), kinds[begin:end].count(recurrent)
         return (before, before + here), kinds.count(recurrent)

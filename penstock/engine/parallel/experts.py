@@ -20,7 +20,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.experts import Experts, ExpertSlots
 from penstock.engine.models.model_config import LayerTable, ModelConfig
 from penstock.engine.parallel.launch import Ranks
-from penstock.engine.parallel.layout import Place, layer_span, place_experts
+from penstock.engine.parallel.layout import Place, place_experts, stage_span
 from penstock.engine.parallel.placement import imbalance, keep_in_place, moves, place
 from penstock.engine.request import EngineLoad
 
@@ -39,8 +39,8 @@ _KEPT = 0.5
 class HeldExperts:
     """The experts of one rank, by layer of the whole model."""
 
-    def __init__(self, decoder: Decoder, layers: int, place: Place) -> None:
-        first = layer_span(layers, place)[0]
+    def __init__(self, decoder: Decoder, model: ModelConfig, place: Place) -> None:
+        first = stage_span(model, place)[0]
         self.shard = place.shard
         self.layers: dict[int, Experts] = {}
         for index, layer in enumerate(decoder.layers):
@@ -102,7 +102,7 @@ def make_balancer(decoder: Decoder, model: ModelConfig, ranks: Ranks, copies: in
     moe = place_experts(model, ranks.place.tensor, copies).moe
     assert moe is not None
     tables = {index: table for index, table in enumerate(moe.placement) if moe.layers[index]}
-    balancer = ExpertBalancer(HeldExperts(decoder, model.num_layers, ranks.place), ranks, tables, period_s)
+    balancer = ExpertBalancer(HeldExperts(decoder, model, ranks.place), ranks, tables, period_s)
     ranks.after_restart.append(balancer.start_over)
     return balancer
 

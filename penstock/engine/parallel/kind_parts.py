@@ -26,7 +26,7 @@ from penstock.engine.kv.kinds import (
 from penstock.engine.models.layers import compressed_attention, ngrams
 from penstock.engine.models.layers.block_attention import with_index_keys
 from penstock.engine.parallel.cache_parts import CacheParts
-from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
+from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
 from penstock.engine.parallel.part_runs import PartInRuns, Run, joined
 
 _ALL: tuple[Span, ...] = ((0, 1),)
@@ -94,7 +94,7 @@ class KindParts(CacheParts):
 
     def _part(self, place: Place, kinds: Sequence[CacheKind], rows: PagedRows | None, *, states: bool) -> PartInRuns:
         """Caches have the tensors of each kind one after the other, in the order of the kinds' first layers."""
-        begin, end = layer_span(len(kinds), place)
+        begin, end = stage_span(self.model, place)
         here = list(range(begin, end))
         if rows is not None:
             kinds = [*kinds, replace(rows, block_size=self.block_size)]

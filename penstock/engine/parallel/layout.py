@@ -8,6 +8,7 @@ not split evenly is refused, with the sizes that would work.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.models.model_config import Carried, ModelConfig, StageConfig
@@ -83,14 +84,11 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             "pipeline_parallel: layers of this model run several times for each token, so that it has no stages; use "
             "tensor_parallel"
         )
-    index = None if model.latent is None else model.latent.index
-    for stage in range(pipeline) if index is not None else ():
-        begin, _ = layer_span(model.num_layers, Place(stage * tensor, tensor, pipeline))
-        if index is not None and not index.layers[begin]:
-            raise ConfigError(
-                f"pipeline_parallel: with {pipeline} stages one begins at layer {begin}, which attends to the tokens "
-                "that the layer before it chose; a stage must begin at a layer with an indexer"
-            )
+    if model.stage_starts and pipeline > sum(model.stage_starts):
+        raise ConfigError(
+            f"pipeline_parallel: {pipeline} stages are more than the {sum(model.stage_starts)} layers with an indexer; "
+            "the others attend to the tokens that the layer before them chose, so that no stage begins with them"
+        )
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:
@@ -120,12 +118,28 @@ def splits(model: ModelConfig, tensor: int) -> bool:
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
-def layer_span(layers: int, place: Place) -> Span:
-    """The layers of a stage. Those left over by the division go to the last stages: the first has the head too."""
-    least, extra = divmod(layers, place.pipeline)
-    full_from = place.pipeline - extra
-    begin = place.stage * least + max(0, place.stage - full_from)
-    return begin, begin + least + (place.stage >= full_from)
+def layer_span(layers: int, place: Place, starts: Sequence[bool] = ()) -> Span:
+    """The layers of a stage. Those left over by the division go to the last stages: the first has the head too.
+    `starts`: with which layers stages may begin, where not with any; there are as many as stages."""
+    begins = [_even_begin(layers, place.pipeline, stage) for stage in range(place.pipeline)]
+    if starts:
+        allowed = [layer for layer, may in enumerate(starts) if may]
+        for stage, wanted in enumerate(begins[1:], 1):
+            left = [layer for layer in allowed if layer > begins[stage - 1]]
+            left = left[: len(left) - (place.pipeline - 1 - stage)]  # the others are for later stages
+            begins[stage] = min(left, key=lambda layer: abs(layer - wanted))
+    ends = [*begins[1:], layers]
+    return begins[place.stage], ends[place.stage]
+
+
+def _even_begin(layers: int, stages: int, stage: int) -> int:
+    least, extra = divmod(layers, stages)
+    return stage * least + max(0, stage - (stages - extra))
+
+
+def stage_span(model: ModelConfig, place: Place) -> Span:
+    """The layers of the whole model that a stage has."""
+    return layer_span(model.num_layers, place, model.stage_starts)
 
 
 def head_span(model: ModelConfig, place: Place) -> Span:
@@ -149,7 +163,7 @@ def even_span(size: int, place: Place) -> Span:
 
 def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     """The model as one rank sees it: its heads, its width, its layers."""
-    first, last = layer_span(model.num_layers, place)
+    first, last = stage_span(model, place)
     parts = place.cut[1]
     kv_first, kv_last = kv_head_span(model, place)
     layer_heads = []
@@ -238,7 +252,7 @@ def _own_sources(model: ModelConfig, first: int, last: int) -> tuple[int, ...]:
 
 def given_keys(model: ModelConfig, place: Place) -> tuple[int | None, ...]:
     """See `StageConfig.given`."""
-    first, last = layer_span(model.num_layers, place)
+    first, last = stage_span(model, place)
     if not model.key_sources:
         return (None,) * (last - first)
     own = enumerate(_own_sources(model, first, last))
@@ -249,7 +263,7 @@ def given_keys(model: ModelConfig, place: Place) -> tuple[int | None, ...]:
 def _stage(model: ModelConfig, place: Place) -> StageConfig | None:
     if place.pipeline == 1 or not (model.key_sources or model.other_tables or model.ngrams is not None):
         return None
-    first, last = layer_span(model.num_layers, place)
+    first, last = stage_span(model, place)
     arrives, leaves = _carried_to(model, first, place), _carried_to(model, last, place)
     return StageConfig(first, arrives, leaves, given_keys(model, place))
 

@@ -326,7 +326,7 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
                     server.handlers |= file_handlers(file, kind)
         for slots in rank_slots(cache_parts(part, setup.place), setup.place, part.kv, part.backend.block_mover):
             server.handlers |= slots.handlers()
-        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+        server.handlers |= HeldExperts(part.decoder, part.model, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
         try:

@@ -42,7 +42,7 @@ from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.qwen4_exp import NGRAMS
 from penstock.engine.models.weights import Weights
-from penstock.engine.parallel.layout import Place, Span, even_span, given_keys, head_span, kv_head_span, layer_span
+from penstock.engine.parallel.layout import Place, Span, even_span, given_keys, head_span, kv_head_span, stage_span
 
 HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
@@ -84,7 +84,7 @@ class Cuts:
 
     def __init__(self, model: ModelConfig, place: Place, names: Collection[str]) -> None:
         self.place = place
-        self.layers = layer_span(model.num_layers, place)
+        self.layers = stage_span(model, place)
         heads, kv_heads = head_span(model, place), kv_head_span(model, place)
         tensors = family_of(model.family).names
         self._attention = attention_cuts(model, place, model.num_kv_heads, model.head_dim)

@@ -22,7 +22,7 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.kind_parts import KindParts
-from penstock.engine.parallel.layout import Place, given_keys, layer_span
+from penstock.engine.parallel.layout import Place, given_keys, stage_span
 from penstock.engine.parallel.part_runs import PartInRuns, Run, joined
 from penstock.errors import ConfigError
 
@@ -90,7 +90,7 @@ class SiteParts(CacheParts):
     def _here(self, place: Place) -> list[int]:
         """Which of them the stage of `place` keeps, in the order of its layers: its own, and those of earlier stages to
         which its layers attend."""
-        order, begin = self.model.key_sources, layer_span(self.model.num_layers, place)[0]
+        order, begin = self.model.key_sources, stage_span(self.model, place)[0]
         if self.model.by_transformers or not order:
             return [index for index, site in enumerate(self.sites) if site.stage == place.stage]
         keepers = [layer for layer, source in enumerate(order) if layer == source]
@@ -148,7 +148,7 @@ def sites_of(model: ModelConfig, place: Place) -> tuple[SiteShape, ...]:
     for index, (kv_heads, dim) in enumerate(model.layer_heads):
         if model.source_of(index) == index:
             stages = (replace(place, rank=stage * place.tensor) for stage in range(place.pipeline))
-            spans = (layer_span(model.num_layers, stage) for stage in stages)
+            spans = (stage_span(model, stage) for stage in stages)
             stage = next(stage for stage, (first, last) in enumerate(spans) if first <= index < last)
             found.append(SiteShape(stage, kv_heads, dim, 1 if place.data else min(kv_heads, place.tensor)))
     return tuple(found)

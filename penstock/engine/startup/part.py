@@ -263,9 +263,9 @@ def _stage_tap(tap: Tap | None, model: ModelConfig, member: Member | None) -> Ta
     """In a pipeline, or with sequences of its own: this rank's part of it."""
     if tap is None or member is None or (member.place.pipeline == 1 and not member.place.data):
         return tap
-    from penstock.engine.parallel.layout import layer_span
+    from penstock.engine.parallel.layout import stage_span
 
-    return tap.of_stage(*layer_span(model.num_layers, member.place), model.num_layers)
+    return tap.of_stage(*stage_span(model, member.place), model.num_layers)
 
 
 def _together(member: Member, decoder: Decoder) -> Forward:
@@ -338,11 +338,11 @@ def _by_transformers(
     span = shard = sums = None
     if member is not None:
         from penstock.engine.parallel.dispatch import exchanged_between
-        from penstock.engine.parallel.layout import layer_span
+        from penstock.engine.parallel.layout import stage_span
 
         place, group = member.place, member.groups.tensor
         exchange = exchanged_between(group) if group is not None and place.data else None
-        span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
+        span = stage_span(model, place) if place.pipeline > 1 else None
         if group is not None:
             sums = member.loading_sums()
             shard = Shard(place.shard, place.tensor, sums or member.summed, member.least, backend.device, exchange)

@@ -152,8 +152,19 @@ def test_ranks_give_the_output_of_one_device(
 def test_a_stage_begins_with_an_indexer(folders: dict[str, Path]) -> None:
     model = read_config({**CONFIG, "model_type": "glm_moe_dsa", "indexer_types": ["full", "full", "shared"]})
     check_layout(model, 1, 2)
-    with pytest.raises(ConfigError, match="one begins at layer 2, which attends to the tokens"):
+    with pytest.raises(ConfigError, match="3 stages are more than the 2 layers with an indexer"):
         check_layout(model, 1, 3)
+
+
+@pytest.mark.parametrize("role", ["both", pytest.param("prefill", marks=pytest.mark.slow)])
+def test_layers_stay_with_the_one_whose_choice_they_follow(tmp_path: Path, role: str) -> None:
+    """An even division would begin the second stage with a layer that has no indexer."""
+    folder = write_checkpoint("glm-dsa", tmp_path, num_hidden_layers=4, indexer_types=["full"] * 2 + ["shared"] * 2)
+    alone = make_engine(folder, token_budget=32, role=role)
+    expected = generate(alone, *requests())
+    with threaded_engine(folder, 1, 2, token_budget=32, role=role) as engine:
+        assert generate(engine, *requests()) == expected
+        assert engine.info.kv_format == alone.info.kv_format
 
 
 @slow

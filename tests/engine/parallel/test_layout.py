@@ -46,6 +46,19 @@ def test_stages_cover_the_layers_once_in_order_and_evenly(layers: int, pipeline:
     assert max(sizes) - min(sizes) <= 1 and sizes[0] == min(sizes)
 
 
+@given(starts=st.lists(st.booleans(), min_size=1, max_size=60), pipeline=st.integers(1, 12))
+def test_stages_begin_where_they_may_near_an_even_division(starts: list[bool], pipeline: int) -> None:
+    starts = [True, *starts]
+    if pipeline > sum(starts):
+        return
+    spans = [layer_span(len(starts), Place(stage, 1, pipeline), starts) for stage in range(pipeline)]
+    assert [layer for span in spans for layer in range(*span)] == list(range(len(starts)))
+    assert all(begin < end and starts[begin] for begin, end in spans)
+    even = [layer_span(len(starts), Place(stage, 1, pipeline)) for stage in range(pipeline)]
+    if all(starts[begin] for begin, _ in even):
+        assert spans == even
+
+
 @given(groups=st.integers(1, 4), kv_heads=st.integers(1, 8), tensor=st.integers(1, 16))
 def test_shards_have_all_heads_and_the_kv_heads_these_attend_to(groups: int, kv_heads: int, tensor: int) -> None:
     heads = groups * kv_heads

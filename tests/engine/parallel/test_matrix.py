@@ -185,6 +185,7 @@ ELSEWHERE = (
     "models, which run through transformers",
     "models, whose layers keep states and which run through transformers",
     "it has no parts for several ranks",
+    "layers with an indexer",
 )
 """Rows of the documentation's table that other tests cause."""
 
