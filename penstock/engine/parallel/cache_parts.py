@@ -6,6 +6,7 @@ runs of KV heads, and the heads and channels of recurrent layers that their weig
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +46,7 @@ class CacheParts:
         if model.latent is not None and model.latent.index is not None:
             found = self._indexed(model.latent.index, place)
             if self.rows is not None:
-                found.append(self._rows(self.rows, here=place.rank == 0 and not place.data))
+                found.append(self._rows(self.rows, place))
             return BlockPart(tuple(found))
         if model.latent is None:
             heads = kv_head_span(model, place)
@@ -60,7 +61,7 @@ class CacheParts:
         gives = place.data or first == place.shard
         found = [TensorPart(total, num_units, layers, (heads,), rows, each, gives) for each in sizes]
         if self.rows is not None:  # where each shard has blocks of its own, rank 0 keeps the rows of all apart
-            found.append(self._rows(self.rows, here=place.rank == 0 and not place.data))
+            found.append(self._rows(self.rows, place))
         return BlockPart(tuple(found))
 
     def _indexed(self, index: IndexConfig, place: Place) -> list[TensorPart]:
@@ -83,12 +84,13 @@ class CacheParts:
     def rows_alone(self) -> BlockPart:
         """Of every block, what a drafter reads."""
         assert self.rows is not None
-        *others, _ = self.blocks(Place(0, 1, 1)).tensors
-        none = (0, 0)
-        return BlockPart((*(replace(part, layers=none) for part in others), self._rows(self.rows, here=True)))
+        alone = Place(0, 1, 1)
+        *others, _ = self.blocks(alone).tensors
+        return BlockPart((*(replace(part, layers=(0, 0)) for part in others), self._rows(self.rows, alone)))
 
-    def _rows(self, rows: PagedRows, *, here: bool) -> TensorPart:
-        size = self.block_size * rows.width * rows.dtype.itemsize
+    def _rows(self, rows: PagedRows, place: Place) -> TensorPart:
+        """With the blocks of rank 0, where these are those of all sequences."""
+        size, here = self.block_size * rows.width * rows.dtype.itemsize, place.rank == 0 and not place.data
         return TensorPart(1, 1, (0, int(here)), ((0, 1),), 1, size)
 
     def states(self, place: Place) -> BlockPart:
@@ -120,9 +122,12 @@ class CacheParts:
         if model.recurrent:
             state: CacheKind = BothKinds(attends, self._state()) if self._beside else self._state()
             kinds = [state if recurrent else attends for recurrent in self._recurrent]
-        if self.rows is not None:
-            kinds = [*kinds, replace(self.rows, block_size=size)]
-        return CacheShape(tuple(kinds), size)
+        return self._shape(kinds)
+
+    def _shape(self, kinds: Iterable[CacheKind]) -> CacheShape:
+        """With what a drafter reads."""
+        rows = () if self.rows is None else (replace(self.rows, block_size=self.block_size),)
+        return CacheShape((*kinds, *rows), self.block_size)
 
     def _state(self) -> RecurrentState | ConvolutionState:
         """Of one layer of the whole model."""

@@ -7,7 +7,6 @@ whole: entries, index keys, windows, what is known of the last tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -27,7 +26,7 @@ from penstock.engine.models.layers import compressed_attention, ngrams
 from penstock.engine.models.layers.block_attention import with_index_keys
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
-from penstock.engine.parallel.part_runs import PartInRuns, Run, joined
+from penstock.engine.parallel.part_runs import PartInRuns, Run, joined, with_rows
 
 _ALL: tuple[Span, ...] = ((0, 1),)
 """Of what no shard has a part of."""
@@ -57,21 +56,14 @@ class KindParts(CacheParts):
     """See `CacheParts`."""
 
     def blocks(self, place: Place) -> BlockPart:
-        return self._part(place, self._kinds(), self.rows, states=False)
-
-    def rows_alone(self) -> BlockPart:
-        none = Place(0, 1, 1)
-        found = self._part(none, self._kinds(), self.rows, states=False)
-        last = len(found.tensors) - 1
-        rows = next(run for run in found.runs if run.whole == last)
-        return replace(found, runs=(replace(rows, own=0),), own_bytes=found.own_bytes[-1:])
+        found = self._part(place, states=False)
+        return found if self.rows is None else with_rows(found, self._rows(self.rows, place))
 
     def states(self, place: Place) -> BlockPart:
-        return self._part(place, self._kinds(), None, states=True)
+        return self._part(place, states=True)
 
     def whole(self) -> CacheShape:
-        rows = () if self.rows is None else (replace(self.rows, block_size=self.block_size),)
-        return CacheShape((*self._kinds(), *rows), self.block_size)
+        return self._shape(self._kinds())
 
     def _kinds(self) -> tuple[CacheKind, ...]:
         """Of the layers of the whole model."""
@@ -92,13 +84,9 @@ class KindParts(CacheParts):
         assert model.streams is not None
         return BothKinds(kind, ngrams.kept_kind(told, model.streams.count * model.hidden_size, made))
 
-    def _part(self, place: Place, kinds: Sequence[CacheKind], rows: PagedRows | None, *, states: bool) -> PartInRuns:
+    def _part(self, place: Place, *, states: bool) -> PartInRuns:
         """Caches have the tensors of each kind one after the other, in the order of the kinds' first layers."""
-        begin, end = stage_span(self.model, place)
-        here = list(range(begin, end))
-        if rows is not None:
-            kinds = [*kinds, replace(rows, block_size=self.block_size)]
-            here += [len(kinds) - 1] if place.rank == 0 and not place.data else []
+        kinds, here = self._kinds(), range(*stage_span(self.model, place))
         pieces = {kind: self._pieces(kind, place, states=states) for kind in dict.fromkeys(kinds)}
         counts, own_counts = Counter(kinds), Counter(kinds[layer] for layer in here)
         first, own_first = (_numbered(order, pieces) for order in (counts, own_counts))

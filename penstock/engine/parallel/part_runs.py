@@ -46,6 +46,15 @@ class PartInRuns(BlockPart):
         return [bytes(piece) for piece in pieces]
 
 
+def with_rows(part: PartInRuns, rows: TensorPart) -> PartInRuns:
+    """And what a drafter reads, in a tensor behind the others; `rows`: empty where that is not here."""
+    run = Run(len(part.tensors), len(part.own_bytes), (0, rows.own_bytes), rows)
+    runs, own_bytes = (
+        (part.runs, part.own_bytes) if rows.empty else ((*part.runs, run), (*part.own_bytes, rows.own_bytes))
+    )
+    return PartInRuns((*part.tensors, rows), runs, own_bytes)
+
+
 def joined(runs: list[Run]) -> tuple[Run, ...]:
     """With as few copies as possible."""
     found: list[Run] = []

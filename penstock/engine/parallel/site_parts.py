@@ -23,8 +23,7 @@ from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.kind_parts import KindParts
 from penstock.engine.parallel.layout import Place, given_keys, stage_span
-from penstock.engine.parallel.part_runs import PartInRuns, Run, joined
-from penstock.errors import ConfigError
+from penstock.engine.parallel.part_runs import PartInRuns, Run, joined, with_rows
 
 if TYPE_CHECKING:
     from penstock.engine.startup.part import Part
@@ -101,7 +100,7 @@ class SiteParts(CacheParts):
         return found
 
     def whole(self) -> CacheShape:
-        return CacheShape(tuple(site.kind(self.block_size, self.kv_dtype) for site in self.sites), self.block_size)
+        return self._shape(site.kind(self.block_size, self.kv_dtype) for site in self.sites)
 
     def blocks(self, place: Place) -> BlockPart:
         size, dtype = self.block_size, self.kv_dtype
@@ -134,7 +133,8 @@ class SiteParts(CacheParts):
                     )
                 )
         own_bytes = [part.whole_bytes for kind in own_order for part in self._tensors(kind, own_kinds.count(kind))]
-        return PartInRuns(tuple(whole), joined(runs), tuple(own_bytes))
+        found = PartInRuns(tuple(whole), joined(runs), tuple(own_bytes))
+        return found if self.rows is None else with_rows(found, self._rows(self.rows, place))
 
     def _tensors(self, kind: PagedKV, layers: int) -> list[TensorPart]:
         sizes = [self.block_size * kind.head_dim * kind.dtype.itemsize]
@@ -159,11 +159,6 @@ def cache_parts(part: Part, place: Place) -> CacheParts:
     last = part.kv.shape.kinds[-1]
     rows = last if isinstance(last, PagedRows) else None
     sites = part.sites or sites_of(part.model, place)
-    if sites and rows is not None:
-        raise ConfigError(
-            "speculation: a drafter that reads hidden states is not supported on several devices where layers differ "
-            "in their heads; use ngram or a draft model"
-        )
     sizes = part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows
     if sites:
         return SiteParts(*sizes, sites=sites)

@@ -114,6 +114,11 @@ def load_head(
                 f"speculation: {config.speculation} is not available for {target.family} models, whose layers run "
                 "several times for each token; use ngram or draft"
             )
+        if target.streams is not None and config.speculation == "eagle3":
+            raise ConfigError(
+                f"speculation: eagle3 is not available for {target.family} models: a head reads one residual stream, "
+                f"and these have {target.streams.count}; use ngram or draft"
+            )
         positions = min(config.max_model_len or target.max_positions, target.max_positions)
         try:
             head = _read(config, weights, target, backend, dtype, positions)

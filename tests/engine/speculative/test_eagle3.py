@@ -15,7 +15,7 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ConfigError
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_end_rows import write_saved
-from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head, write_original
@@ -222,6 +222,37 @@ def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
             asked = any_requests(210, count=mixed)
             got, expected = run(engine, asked), run(plain, asked)
             assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected.items()}
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("family", ["qwen4-exp", "deepseek-v4", "hy-v4"])
+def test_a_head_has_one_stream_to_read(head: Path, tmp_path: Path, family: str) -> None:
+    with pytest.raises(ConfigError, match=r"a head reads one residual stream, and these have \d"):
+        drafting(write_checkpoint(family, tmp_path), head)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_drafts_come_along_where_layers_differ_in_their_heads(
+    head: Path, tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    """Behind a prompt that was computed elsewhere, too."""
+    target = write_checkpoint("gemma4", tmp_path, spread=0.3)
+    prompt = [i * 7 % 199 for i in range(100)]
+    settings: dict[str, Any] = {"speculation": "eagle3", "draft_model": str(head), "num_blocks": 40}
+    giver = make_engine(target, role="prefill", **settings)
+    expected = generate(giver, greedy("p", prompt, 20))["p"]
+    with threaded_engine(target, tensor, pipeline, role="decode", **settings) as engine:
+        assert engine.speculation is not None and engine.exchange is not None
+        assert engine.info.kv_format == giver.info.kv_format
+        verify_everything(engine.speculation)
+        drafts = noted_drafts(engine)
+        request = greedy("p", prompt, 20)
+        names = engine.exchange.names(request)
+        engine.exchange.release(carry(giver, engine, names))
+        assert generate(engine, request)["p"] == expected
+        assert engine.exchange.counts.blocks_in == 6
+        reference = PlainHead(head, target)
+        assert len(drafts) > 5 and all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
         assert_idle(engine)
 
 
