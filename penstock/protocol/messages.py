@@ -230,8 +230,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """The engine begins to compute the prompts of these requests, which have a `patience_s`. Their gateway measures that
-    time too, and refuses them when it is over, unless it has been told that they have begun."""
+    """The engine begins to compute the prompts of these requests, which have a `patience_s`. Their gateway measures it
+    too, and refuses them when it is over, unless it has been told that they have begun."""
 
     request_ids: list[str]
 
