@@ -168,7 +168,6 @@ def request_spec(
 ) -> GenerationSpec:
     """The spec of a client's request."""
     exchange, resumption = attempt.exchange, attempt.resumption
-    target = ttft_target(exchange)
     return GenerationSpec(
         id=attempt.ids.next() if resumption is None or not resumption.id else resumption.id,
         model=model,
@@ -182,8 +181,7 @@ def request_spec(
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange, model.base_name),
         target_gap_s=gap_target(exchange),
-        # What follows the call of a tool belongs to an answer that has begun.
-        first_token_by=None if target is None or attempt.committed else exchange.started_at + target,
+        first_token_by=None if (target := ttft_target(exchange)) is None else exchange.started_at + target,
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,
