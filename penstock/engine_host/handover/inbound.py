@@ -284,6 +284,6 @@ class Incoming:
 def _patience_left(waiting: _Waiting) -> float | None:
     """How much longer a request may wait before it is begun. One that has begun is finished, wherever that is."""
     patience_s = waiting.request.patience_s
-    if patience_s is None or waiting.begun:
+    if patience_s is None or waiting.begun or waiting.request.produced:
         return None
     return max(patience_s - (time.monotonic() - waiting.since), 0.0)

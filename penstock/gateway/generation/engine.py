@@ -314,8 +314,9 @@ class EngineGeneration(Generation):
 
     async def settled(self) -> None:
         if isinstance(self.mailbox.error, Overloaded) and not self.mailbox.answered:
+            # Refused, and free, whatever its other choices produce until they are stopped: an engine may be stuck.
             self.mailbox.close()
-            return  # refused, and free whatever its other choices produce until they are stopped
+            return
         end = time.monotonic() + LAST_REPORT_S
         while any(map(self._awaited, self.choices)) and (left := end - time.monotonic()) > 0:
             await self.mailbox.stirred(left)
