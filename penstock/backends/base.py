@@ -160,6 +160,8 @@ class EngineClient(ABC):
         """Why the engine cannot be used, if that is known."""
         self.on_placement: Callable[[Placement], None] = lambda placement: None
         """Called with what other gateways sent to the engine."""
+        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
+        """Called with requests that have a `patience_s`, when the engine begins to compute their prompts."""
 
     @property
     def replicas(self) -> Sequence[Backend]:
@@ -176,6 +178,11 @@ class EngineClient(ABC):
     @property
     def load(self) -> EngineLoad:
         return self._load
+
+    @property
+    def tells_begun(self) -> bool:
+        """Whether `on_begun` is called. If not, only the engine itself refuses what has waited too long."""
+        return False
 
     @property
     def stalled_s(self) -> float:

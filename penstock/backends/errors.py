@@ -33,11 +33,7 @@ def error_of(delta: Delta) -> ApiError:
     if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
         return adapter_error(message)
     if message.startswith(WAITED):
-        return Overloaded(
-            "Other requests kept the engine busy for longer than this one may wait; try again later.",
-            reason="queue_timeout",
-            retry_after=2.0,
-        )
+        return waited_too_long()
     if message.startswith(QUEUE_FULL):
         return Overloaded(message, retry_after=2.0)
     if message.startswith(GRAMMAR_REFUSED):
@@ -47,6 +43,15 @@ def error_of(delta: Delta) -> ApiError:
     if message.startswith(TOO_LONG):
         return InvalidRequest(f"{message}.", param="prompt", code="context_length_exceeded")
     return ServerError(message)
+
+
+def waited_too_long() -> Overloaded:
+    """The error of a request that was not begun in the time that its client allows."""
+    return Overloaded(
+        "Other requests kept the engine busy for longer than this one may wait; try again later.",
+        reason="queue_timeout",
+        retry_after=2.0,
+    )
 
 
 def adapter_error(message: str) -> ApiError:

@@ -32,6 +32,10 @@ class DeltaSink(Protocol):
         """Whether the client was told that its answer is on its way: nobody else can give it any more, so the request
         waits for an engine that is away even if it was impatient."""
 
+    @property
+    def answered(self) -> bool:
+        """Whether any of its requests has got tokens."""
+
     def put(self, index: int, delta: Delta) -> None: ...
 
     def fail(self, error: Exception) -> None:
@@ -71,6 +75,10 @@ class Mailbox:
             arrival.delta.extend(delta)
             arrival.at = now
         self._wake()
+
+    @property
+    def answered(self) -> bool:
+        return any(self.produced.values())
 
     @property
     def error(self) -> Exception | None:

@@ -28,6 +28,7 @@ from penstock.protocol.messages import (
     AdapterOperation,
     AdapterResult,
     Adapters,
+    Begun,
     Claim,
     Claimed,
     Count,
@@ -51,7 +52,7 @@ from penstock.protocol.messages import (
     Wake,
 )
 from penstock.protocol.transport import CurveClient, set_heartbeats
-from penstock.protocol.versions import ERASE_SINCE, PLACED_SINCE, Proposal
+from penstock.protocol.versions import BEGUN_SINCE, ERASE_SINCE, PLACED_SINCE, Proposal
 
 log = logging.getLogger("penstock.backends.native")
 
@@ -101,6 +102,10 @@ class NativeBackend(EngineClient):
     def protocol(self) -> int:
         """The version of the protocol that is spoken with the engine."""
         return self._proposal.version
+
+    @property
+    def tells_begun(self) -> bool:
+        return self._proposal.version >= BEGUN_SINCE
 
     @property
     def public_key(self) -> str:
@@ -248,6 +253,8 @@ class NativeBackend(EngineClient):
                     # much it had sent: a second answer would end the requests that came after the first.
                     self._registering = self._try_send(Goodbye())
                     self._say_hello()
+            case Begun(request_ids):
+                self.on_begun(request_ids)
             case Ready():
                 self._on_ready(message)
             case State():

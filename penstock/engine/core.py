@@ -120,6 +120,9 @@ class Engine:
         """Saves what outlives the engine; None when nothing does."""
         self.balancer: Balancer | None = None
         """Moves experts between ranks; None when they are not spread over any."""
+        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
+        """Called with requests that have a `patience_s`, before the step that begins with their prompts, which may take
+        long."""
         self.clock = clock
         self.steps = 0
         self._step_tokens = 0
@@ -246,6 +249,8 @@ class Engine:
         if self.balancer is not None:
             self.balancer.tick(now)
         batch = self.scheduler.schedule(now, self._drafts())
+        if begun := self.scheduler.take_begun():
+            self.on_begun(begun)
         if batch is not None:
             self._launch(batch, now)
         self._refuse_overdue(now)  # behind the schedule: what can begin at once is not too late

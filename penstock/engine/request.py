@@ -163,7 +163,8 @@ class Request:
     too."""
     patience_s: float | None = None
     """Seconds that it may wait before it is begun: in the queue of an engine, which then refuses it unless it can begin
-    at once, and for an engine that is away, which is for routers. None: as long as others."""
+    at once and says when it begins (`Engine.on_begun`), and for an engine that is away or stuck, which is for routers.
+    None: as long as others."""
     resumable_by: str = ""
     """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None

@@ -52,6 +52,8 @@ class Roster:
         self.prefix_hit_tokens = 0
         self.host_hit_tokens = 0
         self.disk_hit_tokens = 0
+        self._begun: list[str] = []
+        """Requests with a `patience_s` that have begun to run since `take_begun` was called."""
         self._turns = turns
         self._own_targets: dict[Sequence, float] = {}
         """Running sequences with a target of their own for the gap between tokens."""
@@ -152,6 +154,13 @@ class Roster:
         """Live sequences that should have begun by now and still wait."""
         return self._deadlines.overdue(now)
 
+    def take_begun(self) -> list[str]:
+        """Requests that might not wait long and have begun to run since this was last asked."""
+        if not self._begun:
+            return []
+        begun, self._begun = self._begun, []
+        return begun
+
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that stood aside, for an adapter or for blocks from disk, return to their places in the queue."""
         self._waiting.resume(sequences)
@@ -196,6 +205,8 @@ class Roster:
         restored = self.allocator.attach(seq, cached)
         if seq.first_scheduled is None:
             seq.first_scheduled = now
+            if seq.request.patience_s is not None:
+                self._begun.append(seq.id)
             seq.cached_tokens = seq.computed
             self.prefix_query_tokens += seq.length
             self.prefix_hit_tokens += seq.computed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from penstock.engine.encoder.request import EncodeRequest
@@ -31,6 +32,13 @@ class EncoderLike(Protocol):
     """An engine that also encodes texts."""
 
     def encode(self, request: EncodeRequest) -> None: ...
+
+
+@runtime_checkable
+class BeginsPrompts(Protocol):
+    """An engine that says when it begins to compute a prompt; see `Engine.on_begun`."""
+
+    on_begun: Callable[[list[str]], None]
 
 
 class Sleeper(Protocol):

@@ -18,8 +18,8 @@ from penstock.engine.encoder.request import Encoding
 from penstock.engine.request import Delta, EngineLoad, StepOutput
 from penstock.engine_host.pacer import Pacing
 from penstock.protocol.codec import encode
-from penstock.protocol.messages import Encoded, FromEngine, Placed, Step
-from penstock.protocol.versions import PLACED_SINCE, PROTOCOL_VERSION
+from penstock.protocol.messages import Begun, Encoded, FromEngine, Placed, Step
+from penstock.protocol.versions import BEGUN_SINCE, PLACED_SINCE, PROTOCOL_VERSION
 
 BACKLOG_LIMIT = 4096
 """Messages kept for a gateway beyond those its socket holds: minutes of steps. Tokens cannot be skipped."""
@@ -116,6 +116,16 @@ class Peers:
                 self.disown(delta.request_id)
         for peer, own in grouped.values():
             self.send(peer, Step(StepOutput(own, load)), now)
+
+    def tell_begun(self, request_ids: Iterable[str], now: float) -> None:
+        """Tell gateways which of their requests have begun."""
+        begun: dict[bytes, list[str]] = {}
+        for request_id in request_ids:
+            owner = self._owners.get(request_id)
+            if owner is not None and owner.version >= BEGUN_SINCE:
+                begun.setdefault(owner.identity, []).append(request_id)
+        for identity, own in begun.items():
+            self.send(self._peers[identity], Begun(own), now)
 
     def deliver_encodings(self, encodings: Iterable[Encoding], load: EngineLoad, now: float) -> None:
         """Send finished requests to their gateways; that ends the ownership."""

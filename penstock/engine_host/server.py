@@ -19,7 +19,7 @@ from penstock.engine.request import Delta, EngineLoad, EngineState, Request, Ste
 from penstock.engine_host.adapters import AdapterNews, operate
 from penstock.engine_host.erasures import Erasures
 from penstock.engine_host.handover.endpoint import HandoverEndpoint
-from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
+from penstock.engine_host.interfaces import BeginsPrompts, EncoderLike, EngineLike, Sleeper
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.peers import BACKLOG_LIMIT, Peers
 from penstock.engine_host.placements import Placements
@@ -100,7 +100,6 @@ class EngineServer:
         heartbeat_s: float = HEARTBEAT_S,
         backlog_limit: int = BACKLOG_LIMIT,
     ) -> None:
-        self._engine = engine
         self._listener = listener
         self._socket = listener.socket
         self._poller = zmq.Poller()
@@ -110,6 +109,7 @@ class EngineServer:
         self._tally = Tally()
         self._placements = Placements()
         self._erasures = Erasures()
+        self._use(engine)
         self._announce_found()
         self._sleep = SleepCycle(sleeper, state, lambda told: self._peers.tell_all(told, time.monotonic()))
         self._progress = Progress(watchdog)
@@ -122,6 +122,11 @@ class EngineServer:
         self._quiet = QuietTime()
         self._failures = 0
         self._complained_at = float("-inf")
+
+    def _use(self, engine: EngineLike) -> None:
+        self._engine = engine
+        if isinstance(engine, BeginsPrompts):
+            engine.on_begun = self._tell_begun
 
     def stop(self, reason: str = "shut down", *, at_once: bool = False) -> None:
         """Leave the loop soon; safe from a signal handler or another thread. `at_once`: nothing more is saved."""
@@ -409,6 +414,7 @@ class EngineServer:
         except ReplicaLost as error:
             self._lost(error)
             return
+        self._tell_begun(self._handovers.take_begun())
         for request in requests:
             self._accept(request.request_id, partial(self._engine.submit, request))
 
@@ -423,7 +429,7 @@ class EngineServer:
         self._handovers.close()
         self._placements.clear()
         try:
-            self._engine = self._sleep.put_to_sleep(self._engine)
+            self._use(self._sleep.put_to_sleep(self._engine))
             self._sleep.asleep(self._engine.info)
         except Exception:
             log.exception("the engine could not be put to sleep")
@@ -435,7 +441,7 @@ class EngineServer:
         slept = self._sleep.state == "sleeping"
         if slept:
             self._progress.pause()
-        self._engine = self._sleep.wake(self._engine)
+        self._use(self._sleep.wake(self._engine))
         if slept and self._sleep.state == "awake":
             self._quiet.begin_anew()
             self._announce_found()
@@ -445,6 +451,10 @@ class EngineServer:
         self._handovers.settle(deltas)
         self._tally.add(deltas)
         self._peers.deliver(deltas, load, time.monotonic())
+
+    def _tell_begun(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._peers.tell_begun(request_ids, time.monotonic())
 
     def _answer(self, identity: bytes, result: AdapterResult | Counted | Claimed | Erased) -> None:
         peer = self._peers.get(identity)

@@ -7,6 +7,8 @@ of its own):
     Hello            ──────────────────►            at once, and again every HELLO_S (it is idempotent)
                      ◄──────────────────  Ready     once per registration
     Submit, Abort    ──────────────────►
+                     ◄──────────────────  Begun     before the step that begins to compute the prompt of a request
+                                                    that may not wait long; for others it is not sent
                      ◄──────────────────  Step      one per engine step that concerns this gateway;
                                                     empty (a heartbeat) every HEARTBEAT_S otherwise
     LoadAdapter, UnloadAdapter, PinAdapter ─────►
@@ -227,6 +229,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     output: StepOutput
 
 
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """The engine begins to compute the prompts of these requests, which have a `patience_s`. Their gateway measures it
+    too, and refuses them when it is over, unless it has been told that they have begun."""
+
+    request_ids: list[str]
+
+
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """Finished requests of the receiver, with the engine's load."""
 
@@ -314,6 +323,7 @@ FromEngine: TypeAlias = (
     Ready
     | State
     | Step
+    | Begun
     | Encoded
     | Leaving
     | Stopped

@@ -12,13 +12,15 @@ no supported version uses them.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 5
-"""3: the first that is kept compatible. 4: `Placed`. 5: `Erase`."""
+PROTOCOL_VERSION = 6
+"""3: the first that is kept compatible. 4: `Placed`. 5: `Erase`. 6: `Begun`."""
 OLDEST_VERSION = 3
 PLACED_SINCE = 4
 """`Placed` is sent from this version on."""
 ERASE_SINCE = 5
 """And `Erase` from this one."""
+BEGUN_SINCE = 6
+"""And `Begun` from this one."""
 
 
 def answer(proposed: int) -> int:

@@ -6,6 +6,9 @@ stuck costs no budget; retrying a request that a live replica refused or failed 
 which `attempts` replicas failed is given up, because it may be what kills them. When no replica can take a request, it
 is parked for up to `park_s` (or what its client allows, if that is less), or `resume_s` once tokens were delivered.
 
+A request whose client sets a limit (`Request.patience_s`) is refused in time unless an engine has begun to compute its
+prompt. Engines check this between their steps; a timer here checks it where a step takes long, or an engine is stuck.
+
 With a single replica, its requests wait until it has been restarted and then continue there. Replica choice, metering
 and breakers have no purpose in that case and are skipped.
 """
@@ -17,8 +20,10 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.backends.base import Clock
+from penstock.backends.errors import waited_too_long
 from penstock.backends.mailbox import DeltaSink
 from penstock.engine.request import Delta, Request
 from penstock.protocol.errors import (
@@ -45,6 +50,11 @@ LOOK_S = 0.5
 """How often replicas are checked for being stuck: work, but no progress."""
 MOST_PARKED = 1024
 """New requests that may be parked; requests that lost their replica are parked in addition."""
+NOTICE_S = 0.05
+"""How long an engine has, beyond the round trip, to say that it begins with a request or refuses it. What it can begin
+at once is not refused for a limit that has just passed."""
+READ_S = 0.001
+"""Enough for the event loop to read what has arrived."""
 AT_ONCE = 128
 """Parked requests sent in a row before the event loop may run other work."""
 
@@ -188,7 +198,7 @@ class Dispatcher:
         flight = self._flights.get(request_id)
         if flight is None or flight.stopping:
             return flight is not None
-        flight.stop_hedging()
+        flight.stop_timers()
         self._parked.pop(flight.id, None)
         for other in flight.legs[1:]:
             self._end(other, abort=True)
@@ -242,12 +252,13 @@ class Dispatcher:
                 member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
             if self._shared and wanted is not None:
                 member.tell_placement(wanted)
+            self._limit_wait(flight)
             return member
         raise refusal or _unavailable(request)
 
     def _drop(self, flight: Flight) -> None:
         """Removes a flight from every replica."""
-        flight.stop_hedging()
+        flight.stop_timers()
         self._parked.pop(flight.id, None)
         legs, flight.legs = flight.legs, []
         for leg in legs:
@@ -277,7 +288,7 @@ class Dispatcher:
             leg.member.meter.received(delta, self._clock())
         if not flight.begun:
             leg.helped(self._clock())
-            flight.stop_hedging()
+            flight.stop_timers()
             for other in flight.legs:
                 if other is not leg:
                     self._end(other, abort=True)
@@ -300,6 +311,7 @@ class Dispatcher:
         if isinstance(error, EngineLost):
             member.meter.forget_speed()
         if flight.legs:
+            self._limit_wait(flight)
             return  # its hedge still runs
         if flight.stopping:
             del self._flights[flight.id]
@@ -348,6 +360,29 @@ class Dispatcher:
             member.breaker.failed()
             return others and flight.losses < self._resilience.attempts and self._retry()
         return False
+
+    def _limit_wait(self, flight: Flight) -> None:
+        """A replica has the flight: set the timer for the time that it may wait there."""
+        request = flight.request
+        if request.patience_s is None or flight.begun or request.produced or flight.alarm is not None:
+            return
+        away = max((leg.member.round_trip_s or 0.0 for leg in flight.legs), default=0.0)
+        within = flight.patience_left(self._clock()) + NOTICE_S + away
+        flight.alarm = asyncio.get_running_loop().call_later(within, self._overdue, flight)
+
+    def _overdue(self, flight: Flight, *, again: bool = False) -> None:
+        """Refuses a flight that no engine has begun with in time. A parked one is given up by `_offer`."""
+        flight.alarm = None
+        if not flight.legs or flight.inbox.answered:
+            return
+        if not flight.impatient(self._clock()):
+            self._limit_wait(flight)
+        elif any(leg.computing or not leg.member.tells_begun for leg in flight.legs):
+            return
+        elif again:
+            self._fail(flight, waited_too_long())
+        else:  # a busy event loop runs timers before it reads what engines have told meanwhile
+            flight.alarm = asyncio.get_running_loop().call_later(READ_S, partial(self._overdue, flight, again=True))
 
     def _retry(self) -> bool:
         allowed = self.budget.take()

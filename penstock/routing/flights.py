@@ -9,6 +9,7 @@ tokens, each token once, with one beginning and one end, whatever happened to th
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,8 +29,8 @@ class Flight:
     """A request, the sink of its deltas, and the tokens delivered so far."""
 
     __slots__ = (
-        *("began_at", "begun", "hedge", "inbox", "index", "legs", "losses", "parked_at", "produced", "request"),
-        *("resumed", "stopping"),
+        *("alarm", "began_at", "begun", "hedge", "inbox", "index", "legs", "losses", "parked_at", "produced"),
+        *("request", "resumed", "stopping"),
     )
 
     def __init__(self, request: Request, inbox: DeltaSink, index: int, began_at: float) -> None:
@@ -46,6 +47,8 @@ class Flight:
         self.parked_at = began_at
         """When it was parked because no replica could take it."""
         self.hedge: asyncio.TimerHandle | None = None
+        self.alarm: asyncio.TimerHandle | None = None
+        """When it is refused unless an engine has begun with it."""
         self.resumed = False
         """Whether another replica continued after the delivered tokens."""
         self.stopping = False
@@ -57,16 +60,15 @@ class Flight:
 
     def rest(self, now: float) -> Request:
         """The request for the next replica: what is left to generate."""
-        if not self.losses and not self.begun:
-            return self.request
         request, params, timeout_s = self.request, self.request.params, self.request.timeout_s
+        if not self.begun and request.patience_s is not None:
+            request = replace(request, patience_s=self.patience_left(now))
+        if not self.losses and not self.begun:
+            return request
         if timeout_s is not None:
             timeout_s = max(timeout_s - (now - self.began_at), 0.001)
         if not self.begun:
-            patience_s = request.patience_s
-            if patience_s is not None:
-                patience_s = max(patience_s - (now - self.began_at), 0.0)
-            return replace(request, timeout_s=timeout_s, patience_s=patience_s)
+            return replace(request, timeout_s=timeout_s)
         if params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # delivered with the first token
         # An interrupted stream goes before requests that have not started.
@@ -80,8 +82,15 @@ class Flight:
 
     def impatient(self, now: float) -> bool:
         """Whether it has waited for its first token as long as it may."""
-        patience_s = self.request.patience_s
-        return not self.begun and patience_s is not None and now > self.began_at + patience_s
+        return not self.begun and now > self.began_at + self._patience_s
+
+    def patience_left(self, now: float) -> float:
+        """Seconds that it may still wait before an engine begins with it; infinite where its client sets no limit."""
+        return max(self.began_at + self._patience_s - now, 0.0)
+
+    @property
+    def _patience_s(self) -> float:
+        return math.inf if self.request.patience_s is None else self.request.patience_s
 
     def deliver(self, delta: Delta) -> None:
         """Passes on a replica's delta."""
@@ -92,16 +101,18 @@ class Flight:
         self.produced += delta.tokens
         self.inbox.put(self.index, delta)
 
-    def stop_hedging(self) -> None:
-        if self.hedge is not None:
-            self.hedge.cancel()
-            self.hedge = None
+    def stop_timers(self) -> None:
+        """It has begun, or is over: it needs no second replica, and is not refused."""
+        for timer in (self.hedge, self.alarm):
+            if timer is not None:
+                timer.cancel()
+        self.hedge = self.alarm = None
 
 
 class Leg:
     """A flight on one replica: the sink of that replica's deltas. An ended leg ignores them."""
 
-    __slots__ = ("_on_delta", "_on_failure", "flight", "helper", "member", "metered")
+    __slots__ = ("_on_delta", "_on_failure", "computing", "flight", "helper", "member", "metered")
 
     def __init__(
         self,
@@ -118,6 +129,8 @@ class Leg:
         self._on_delta = on_delta
         self._on_failure = on_failure
         self.metered = metered
+        self.computing = False
+        """Whether its engine has begun to compute the prompt; told only of requests with a `patience_s`."""
         self.helper: Member | None = None
         """The prefill replica that computes its prompt, until the first token."""
 
@@ -130,6 +143,10 @@ class Leg:
     @property
     def committed(self) -> bool:
         return self.flight.inbox.committed
+
+    @property
+    def answered(self) -> bool:
+        return self.flight.inbox.answered
 
     def put(self, index: int, delta: Delta) -> None:
         self._on_delta(self, delta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.backends.base import Backend, EngineClient
 from penstock.engine.config import Role
@@ -46,6 +46,17 @@ class Member:
     def round_trip_s(self) -> float | None:
         """Measured; None: not known, or on this machine."""
         return self.backend.round_trip.seconds if isinstance(self.backend, EngineClient) else None
+
+    @property
+    def tells_begun(self) -> bool:
+        """Whether its engine says when it begins to compute a prompt (`Leg.computing`)."""
+        return isinstance(self.backend, EngineClient) and self.backend.tells_begun
+
+    def begun(self, request_ids: Iterable[str]) -> None:
+        """Its engine has begun to compute the prompts of these requests."""
+        for request_id in request_ids:
+            if (leg := self.legs.get(request_id)) is not None:
+                leg.computing = True
 
     @property
     def works(self) -> bool:

@@ -172,6 +172,7 @@ class ReplicaSet:
         self.move(member, place)
         if isinstance(backend, EngineClient):
             backend.on_placement = partial(self._heard, member)
+            backend.on_begun = member.begun
         return member
 
     def _heard(self, member: Member, placement: Placement) -> None:

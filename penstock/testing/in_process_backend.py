@@ -17,7 +17,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.request import Request, StepOutput
 from penstock.engine_host.adapters import operate
 from penstock.engine_host.erasures import Erasures
-from penstock.engine_host.interfaces import EngineLike
+from penstock.engine_host.interfaces import BeginsPrompts, EngineLike
 from penstock.protocol.errors import EngineLost, InvalidRequest
 from penstock.protocol.messages import AdapterOperation, Erase, Erased, Sleep, Wake
 from penstock.sources.adapters import resolve_adapter
@@ -54,6 +54,10 @@ class InProcessBackend(EngineClient):
         return cls(
             Engine.load(config, progress, grammars=grammars_of(config.model), find_adapter=resolve_adapter), name=name
         )
+
+    @property
+    def tells_begun(self) -> bool:
+        return isinstance(self._engine, BeginsPrompts)
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -99,6 +103,8 @@ class InProcessBackend(EngineClient):
                 loop.call_soon_threadsafe(callback, *args)
 
         engine, revision, erasures = self._engine, -1, Erasures()
+        if isinstance(engine, BeginsPrompts):
+            engine.on_begun = lambda request_ids: tell(self.on_begun, request_ids)
         try:
             while True:
                 try:

@@ -84,6 +84,7 @@ class TimedEngine:
             device="none",
             dtype="none",
         )
+        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
         self._batch: Batch | None = None
         self._deltas: list[Delta] = []
         self._steps = self._prompt_tokens = self._generated = 0
@@ -113,6 +114,8 @@ class TimedEngine:
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
         self._batch = self.scheduler.schedule(now)
+        if begun := self.scheduler.take_begun():
+            self.on_begun(begun)
         return None if self._batch is None else self.speed.seconds(self._batch)
 
     def end(self) -> StepOutput | None:

@@ -13,6 +13,7 @@ from penstock.backends.errors import error_of
 from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
+from penstock.engine.runner.step import PendingStep
 from penstock.protocol.errors import Overloaded
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
@@ -162,6 +163,28 @@ def test_what_may_not_wait_is_refused_unless_it_can_begin_at_once(checkpoint: Pa
     for i in range(2):
         engine.abort(f"long{i}")
     assert {d.request_id for d in drain(engine) if d.finish_reason == "length"} >= {"resumed", "patient"}
+    assert_idle(engine)
+
+
+def test_an_engine_says_that_it_begins_before_the_step_that_does(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, num_blocks=128, token_budget=16, max_running=1)
+    told: list[tuple[list[str], int]] = []
+    engine.on_begun = lambda ids: told.append((ids, len(computed)))
+    computed: list[int] = []
+    run = engine.runner.run
+
+    def counted(batch: Batch) -> PendingStep:
+        computed.append(batch.num_tokens)
+        return run(batch)
+
+    engine.runner.run = counted  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    for name, patience_s in (("a", 60.0), ("b", None), ("c", 60.0)):
+        engine.submit(Request(name, prompt(40), params, patience_s=patience_s))
+    engine.step()
+    assert told == [(["a"], 0)]
+    drain(engine)
+    assert [ids for ids, _ in told] == [["a"], ["c"]], "once each, and nothing of requests that may wait"
     assert_idle(engine)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta
 from penstock.engine_host.handover import fetcher
-from penstock.protocol.messages import Abort, Count, Counted, Produced
+from penstock.protocol.messages import Abort, Begun, Count, Counted, Produced
 from penstock.protocol.transport import CurveServer, generate_keypair
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
@@ -82,6 +83,39 @@ def test_a_prompt_computed_in_another_process_gives_the_same_answer_whatever_bec
         with patch.object(fetcher, "CONNECT_S", 0.1):
             check("gone", 5)
         assert world.counts.fallbacks == 3
+
+
+def test_a_gateway_is_told_when_the_other_engine_begins_with_a_prompt(folder: Path, alone: Engine) -> None:
+    """Which is finished then, however late; `penstock.engine.request.Request.patience_s`."""
+    with pair(folder) as (world, giver):
+        halted = Halted(giver, lambda: bool(giver.scheduler.running))
+        request = replace(greedy("begun", text(1), 5), patience_s=0.5)
+        world.ask(request)
+        told = world.client.until(Begun)
+        assert isinstance(told, Begun) and told.request_ids == ["begun"]
+        assert world.engine.load_snapshot().running == 0, "it is computed elsewhere"
+        time.sleep(0.6)
+        halted.let_go()
+        assert world.client.finish("begun")[0] == generate(alone, request)["begun"]
+        assert (world.counts.handovers, world.counts.fallbacks) == (1, 0)
+
+
+def test_a_prompt_that_the_other_engine_has_not_begun_may_still_begin_here_in_time(folder: Path) -> None:
+    with pair(folder, giver={**SLOW, "max_running": 1}) as (world, giver):
+        halted = Halted(giver, lambda: bool(giver.scheduler.running))
+        world.ask(greedy("before", text(1), 5))
+        assert eventually(lambda: bool(giver.scheduler.running))
+        world.ask(replace(greedy("late", text(2), 5), patience_s=0.2))
+        world.ask(replace(greedy("aborted", text(3), 5), patience_s=60.0))
+        assert eventually(lambda: len(giver.scheduler.live) == 3)
+        time.sleep(0.2)
+        world.client.send(Abort("aborted"))
+        assert world.client.finish("aborted")[1].finish_reason == "abort"
+        halted.let_go()  # it refuses what has waited too long for it, and this engine has time
+        tokens, last = world.client.finish("late")
+        assert len(tokens) == 5 and last.error is None
+        assert world.counts.fallbacks == 1 and eventually(lambda: world.counts.handovers == 1)
+        world.client.finish("before")
 
 
 def test_only_what_is_missing_travels(folder: Path, alone: Engine) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
+from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams, StepOutput
 from penstock.engine_host import quiet_time, server
 from penstock.engine_host.erasures import NOT_NOW, REVIVING
 from penstock.engine_host.peers import Peers
@@ -16,6 +16,7 @@ from penstock.protocol.codec import decode_from_engine
 from penstock.protocol.messages import (
     NOT_REGISTERED,
     Abort,
+    Begun,
     Erase,
     Erased,
     Goodbye,
@@ -24,6 +25,7 @@ from penstock.protocol.messages import (
     Step,
     Submit,
 )
+from penstock.protocol.versions import BEGUN_SINCE
 from tests.engine_host.client import Client, connected, eventually, serving
 from tests.engine_host.scripted import ScriptedEngine
 
@@ -167,6 +169,36 @@ def test_two_gateways_hear_only_of_their_own_requests() -> None:
         assert one.finish("a")[0] == [100, 101, 102, 103]
         assert two.finish("b")[0] == [200, 201, 202, 203]
         assert {delta.request_id for delta in one.deltas(0.2)} == set()
+
+
+def test_gateways_hear_that_an_engine_begins_with_their_requests_while_it_does() -> None:
+    """Those that know what that means."""
+    asked, told = [Request(name, [100], SamplingParams(max_tokens=1)) for name in "abc"], list[float]()
+
+    class Slow(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
+
+        def step(self) -> StepOutput | None:
+            self.on_begun(list(self.running))
+            assert eventually(lambda: bool(told)), "a step that takes long"
+            return super().step()
+
+    with serving(Slow()) as running, connected(running.endpoint) as one, connected(running.endpoint) as two:
+        one.hello()
+        for request in asked[:2]:
+            one.send(Submit(request))
+        heard = one.until(Begun)
+        assert isinstance(heard, Begun) and heard.request_ids[0] == "a"
+        told.append(time.monotonic())
+        assert one.finish("b")[1].finish_reason == "length"
+        two.send(Hello("of an older release", BEGUN_SINCE - 1))
+        two.until(Ready)
+        two.send(Submit(asked[2]))
+        while not isinstance(message := two.receive(), Step) or not message.output.deltas:
+            assert not isinstance(message, Begun)
+        assert message.output.deltas[0].request_id == "c"
 
 
 def test_an_idle_engine_sends_heartbeats_with_its_load() -> None:

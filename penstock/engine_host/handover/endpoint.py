@@ -95,6 +95,13 @@ class HandoverEndpoint:
             self._outgoing.advance(None, lives)
         return self._incoming.gone() if self._incoming is not None else []
 
+    def take_begun(self) -> list[str]:
+        """Requests that might not wait long and have been begun by another engine since this was last asked."""
+        if self._incoming is None or not self._incoming.begun:
+            return []
+        begun, self._incoming.begun = self._incoming.begun, []
+        return begun
+
     def _copy(self, engine: EngineLike, lives: Callable[[str], bool]) -> None:
         if self._outgoing.busy:
             exchange = engine.exchange if isinstance(engine, BlockHost) and engine.info.role == "prefill" else None

@@ -24,7 +24,7 @@ from penstock.engine.request import Delta, EngineInfo, Handover, Request
 from penstock.engine_host.handover.link import Link
 from penstock.errors import ConfigError
 from penstock.protocol.codec import ProtocolError, decode_from_engine
-from penstock.protocol.messages import NOT_REGISTERED, Abort, Block, Pull, Ready, Step, Stopped, Submit
+from penstock.protocol.messages import NOT_REGISTERED, Abort, Begun, Block, Pull, Ready, Step, Stopped, Submit
 
 log = logging.getLogger("penstock.protocol")
 
@@ -76,6 +76,13 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Begins:
+    """The other engine begins to compute the blocks of a fetch whose request has a `patience_s`."""
+
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """The next block of a fetch is in a slot."""
 
@@ -91,7 +98,7 @@ class Ended:
     problem: str = ""
 
 
-News: TypeAlias = Arrived | Ended
+News: TypeAlias = Begins | Arrived | Ended
 
 
 class Fetcher:
@@ -262,6 +269,10 @@ class Fetcher:
                     fetch = link.fetches.get(delta.request_id)
                     if fetch is not None:
                         self._computed(link, fetch, delta)
+            case Begun(request_ids):
+                for request_id in request_ids:
+                    if (fetch := link.fetches.get(request_id)) is not None:
+                        self._say(Begins(fetch))
             case Block(request_id, name, found):
                 fetch = link.fetches.get(request_id)
                 if fetch is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.engine.request import Delta, EngineInfo, Request, SamplingParams
-from penstock.engine_host.handover.fetcher import Arrived, Fetch, Fetcher, silence
+from penstock.engine_host.handover.fetcher import Arrived, Begins, Fetch, Fetcher, silence
 
 if TYPE_CHECKING:
     from penstock.engine.kv.exchange import BlockExchange, Held
@@ -31,6 +31,8 @@ log = logging.getLogger("penstock.protocol")
 class _Waiting:
     request: Request
     since: float
+    begun: bool = False
+    """Whether the other engine has begun with it, if it has a `patience_s`."""
     known_tokens: int = 0
     """Tokens that were cached here already."""
     fetch: Fetch | None = None
@@ -69,6 +71,8 @@ class Incoming:
         self._by_block: dict[bytes, _Waiting] = {}
         """By the first block that is being fetched."""
         self._accounts: dict[str, _Account] = {}
+        self.begun: list[str] = []
+        """Requests with a `patience_s` that another engine has begun with, until they are told of."""
         self._going: list[Request] = []
         """Requests that no longer wait."""
         self._emptying: list[int] = []
@@ -170,6 +174,7 @@ class Incoming:
             prompt=(request.prompt + request.produced)[: max(1, len(names) * block_size + 1 - virtual)],
             produced=[],
             params=SamplingParams(max_tokens=1, temperature=0.0),
+            patience_s=_patience_left(waiting),
             handover=None,
         )
         waiting.known_tokens = max(0, usable * block_size - virtual)
@@ -203,7 +208,11 @@ class Incoming:
                 break
             item = news.popleft()
             waiting = self._by_fetch.get(item.fetch)
-            if isinstance(item, Arrived):
+            if isinstance(item, Begins):
+                if waiting is not None and not waiting.begun:
+                    waiting.begun = True
+                    self.begun.append(waiting.request.request_id)
+            elif isinstance(item, Arrived):
                 self._emptying.append(item.slot)
                 if waiting is not None:
                     arrived.append((waiting, item.slot))
@@ -256,7 +265,7 @@ class Incoming:
         self._accounts[request.request_id] = _Account(cached, waited)
         if request.timeout_s is not None:
             request = replace(request, timeout_s=max(request.timeout_s - waited, 0.001))
-        self._going.append(replace(request, handover=None))
+        self._going.append(replace(request, patience_s=_patience_left(waiting), handover=None))
         self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> None:
@@ -270,3 +279,11 @@ class Incoming:
         for follower in waiting.followers:
             if follower.request.request_id in self._waiting and not self._fetch_missing(follower):
                 self._go(follower)
+
+
+def _patience_left(waiting: _Waiting) -> float | None:
+    """How much longer a request may wait before it is begun. One that has begun is finished, wherever that is."""
+    patience_s = waiting.request.patience_s
+    if patience_s is None or waiting.begun or waiting.request.produced:
+        return None
+    return max(patience_s - (time.monotonic() - waiting.since), 0.0)

@@ -11,7 +11,7 @@ from penstock.protocol.errors import InvalidRequest
 
 def ttft_target(exchange: Exchange) -> float | None:
     """Seconds to the first token after which the answer is of no use to the client (`x-slo-ttft-ms`)."""
-    return _seconds(exchange, "x-slo-ttft-ms")
+    return None if exchange.answering else _seconds(exchange, "x-slo-ttft-ms")
 
 
 def gap_target(exchange: Exchange) -> float | None:

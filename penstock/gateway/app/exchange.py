@@ -69,6 +69,7 @@ class Exchange:
         "_receive",
         "_send",
         "_watcher",
+        "answering",
         "arms",
         "body_read",
         "body_size",
@@ -126,6 +127,8 @@ class Exchange:
         self.status: int | None = None
         self.body_read = False
         self.body_size = 0
+        self.answering = False
+        """Whether a part of the answer is there, such as the calls of tools: what follows is no first token."""
         self.documents = False
         """Whether the model reads documents that came with the request."""
         self.padding: Callable[[bytes], bytes] | None = None

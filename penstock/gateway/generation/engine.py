@@ -30,6 +30,7 @@ from penstock.protocol.errors import (
     ApiError,
     EngineLost,
     InvalidRequest,
+    Overloaded,
     RequestTimeout,
     ResumedElsewhere,
     ServerError,
@@ -312,6 +313,10 @@ class EngineGeneration(Generation):
         self.mailbox.close()
 
     async def settled(self) -> None:
+        if isinstance(self.mailbox.error, Overloaded) and not self.mailbox.answered:
+            # Refused, and free, whatever its other choices produce until they are stopped: an engine may be stuck.
+            self.mailbox.close()
+            return
         end = time.monotonic() + LAST_REPORT_S
         while any(map(self._awaited, self.choices)) and (left := end - time.monotonic()) > 0:
             await self.mailbox.stirred(left)

@@ -237,7 +237,7 @@ class ToolLoop(ABC):
                 self._said.append(said)
                 return
             self._said.append(said)
-            self._attempt.committed = True
+            self._attempt.committed = self._exchange.answering = True
             self._exchange.record.finish_reason = None
             mine = [call for call in step.calls if self._runs(call.name)]
             async with aclosing(self._call(mine, number, generation)) as running_calls:

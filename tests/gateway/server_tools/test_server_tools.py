@@ -86,6 +86,16 @@ async def test_calls_are_run_side_by_side_and_the_model_answers_with_the_results
         assert await running.metric('penstock_tool_calls_total{tool="weather.get_weather",outcome="done"}') == 2
 
 
+async def test_what_follows_a_call_is_no_first_token(serving: Serving, text: TextModel, api: WeatherServer) -> None:
+    engine = script(text, TWO, "Sunny.")
+    async with serving(engine, tools=TOOLS, tool_servers=(api.config(),)) as running:
+        body = {"model": "tiny", "messages": ASK, "server_tools": ["weather"]}
+        limit = {"x-slo-ttft-ms": "900000"}
+        assert (await running.client.post("/v1/chat/completions", json=body, headers=limit)).status_code == 200
+        first, second = (request.patience_s for request in engine.seen)
+        assert first is not None and second is None
+
+
 async def test_the_stream_has_text_events_and_the_sum(
     serving: Serving, text: TextModel, api: WeatherServer, tmp_path: Path
 ) -> None:
