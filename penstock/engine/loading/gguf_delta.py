@@ -3,12 +3,13 @@
 The converter stores the decay itself instead of its logarithm. It keeps all queries, keys and values apart from the
 output gates, where checkpoints of Qwen3-Next, and files from before, have them by key head. Files of Qwen3.5 have value
 heads in *tiled* order: the first of every key head, then the second of every key head; checkpoints have those of a key
-head together.
+head together. Files of Kimi Linear have other axes of one in some tensors, and quantizing drops those at the end.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,18 @@ def delta_origins(
     return {_AT + target: origin}
 
 
+def channel_delta_origins(name: str, layer: str, config: Mapping[str, Any]) -> dict[str, Origin] | None:
+    """Likewise of delta nets with a decay for every channel; None for tensors that are stored as they are, too."""
+    part, heads = name.removeprefix(f"blk.{layer}."), config["linear_num_heads"]
+    if part == "ssm_a":
+        return {"self_attn.forget_gate.A_log": Origin(name, log_of_negative=True, shape=(1, 1, heads, 1))}
+    conv = re.fullmatch(r"ssm_conv1d_([qkv])\.weight", part)
+    if conv is None:
+        return None
+    shape = (heads * config["linear_head_dim"], 1, config["linear_conv_kernel_dim"])
+    return {f"self_attn.{conv[1]}_conv1d.weight": Origin(name, shape=shape)}
+
+
 def reordered(raw: RawTensor, origin: Origin) -> RawTensor:
     """The tensor as the checkpoint has it. Rows are moved as they are stored; columns, which quantized weights share
     blocks with, are widened."""
@@ -97,7 +110,15 @@ def reordered(raw: RawTensor, origin: Origin) -> RawTensor:
         raw = _floats((-decay).log(), raw.shape)
     if origin.depthwise and len(raw.shape) == 2:
         raw = replace(raw, shape=(raw.shape[0], 1, raw.shape[1]))
+    if origin.shape:
+        if _beyond_one(raw.shape) != _beyond_one(origin.shape):
+            raise CheckpointError(f"the GGUF tensor {origin.name} has the shape {raw.shape}, not {origin.shape}")
+        raw = RawTensor(raw.type, raw.data.reshape(math.prod(origin.shape[:-1]), -1), origin.shape)
     return raw
+
+
+def _beyond_one(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _floats(tensor: torch.Tensor, shape: tuple[int, ...]) -> RawTensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.gguf import Bytes, GGMLType, GGUFFile, RawTensor
-from penstock.engine.loading.gguf_delta import delta_origins, reordered
+from penstock.engine.loading.gguf_delta import channel_delta_origins, delta_origins, reordered
 from penstock.engine.loading.gguf_mamba import mamba_origins
 from penstock.engine.loading.gguf_origin import Origin
 from penstock.engine.models.families import Family, TensorNames
@@ -76,6 +76,8 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         if (family.gguf.delta_nets or family.gguf.mamba) and (of_layer := re.match(r"blk\.(\d+)\.", name)):
             if family.gguf.mamba:
                 parts = mamba_origins(name, of_layer[1], names.mamba)
+            elif family.gguf.delta_nets == "by_channel":
+                parts = channel_delta_origins(name, of_layer[1], config)
             else:
                 tiled = family.gguf.delta_nets == "tiled"
                 parts = delta_origins(name, of_layer[1], file.tensors, config, tiled=tiled)

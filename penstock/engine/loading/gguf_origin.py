@@ -37,10 +37,12 @@ class Origin:
     """A number of the metadata, whose key `name` is."""
     flat: bool = False
     """A vector, stored as a matrix."""
+    shape: tuple[int, ...] = ()
+    """Not empty: the tensor's shape, which is stored with other axes of one."""
     depthwise: bool = False
     """Weights of a convolution of each channel on its own, stored without the axis of channels."""
 
     @property
     def reordered(self) -> bool:
         moved = self.rows is not None or self.columns is not None
-        return moved or self.log_of_negative or self.flat or self.depthwise
+        return moved or self.log_of_negative or self.flat or self.depthwise or bool(self.shape)

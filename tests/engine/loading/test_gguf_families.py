@@ -124,8 +124,9 @@ ELSEWHERE = {
     "minicpm3": "minicpm3",
     "deepseek-v32": "deepseek32",
     "glm-dsa": "glm-dsa",
+    "kimi-linear": "kimi-linear",
 }
-"""In `test_gguf_deepseek`, `test_gguf_delta`, `test_gguf_gemma4` and `test_gguf_mamba`."""
+"""In `test_gguf_deepseek`, `test_gguf_delta`, `test_gguf_gemma4`, `test_gguf_kimi` and `test_gguf_mamba`."""
 EXPLICIT: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "cohere2-moe": {},

@@ -71,6 +71,10 @@ INDEXED: dict[str, Any] = {
     **LATENTS, "attention.indexer.head_count": 2, "attention.indexer.key_length": 8, "attention.indexer.top_k": 24,
 }  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
+    "kimi-linear": {
+        **ROUTED, "attention.kv_lora_rank": 32, "attention.key_length_mla": 24, "attention.value_length_mla": 20,
+        "attention.head_count_kv": [0, 1], "rope.dimension_count": 8, "ssm.conv_kernel": 4, "kda.head_dim": 16,
+    },
     "mistral4": LATENTS,
     "deepseek32": INDEXED,
     "glm-dsa": INDEXED,
@@ -205,6 +209,9 @@ def _means_nothing(key: str, value: Any, arch: str) -> bool:
         return True  # it has no attention, no positions and no feed-forward
     if arch == "nemotron_h" and key.startswith(("expert_", "moe_")):
         return True  # of experts that the file does not have
+    rotation = key.startswith("rope.") and key != "rope.dimension_count"
+    if arch == "kimi-linear" and (rotation or key == "attention.value_length"):
+        return True  # nothing is rotated, and nothing has that size
     if arch == "gemma4" and key.startswith("rope.scaling."):
         return True  # of scalings that its files may not have
     normalized = key == "expert_weights_norm" and arch not in SAYING

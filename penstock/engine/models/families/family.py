@@ -217,9 +217,9 @@ class GGUFFormat:
     """The key of the epsilon of all norms."""
     other_epsilon: str = ""
     """The key that files may have instead."""
-    delta_nets: Literal["", "grouped", "tiled"] = ""
+    delta_nets: Literal["", "grouped", "tiled", "by_channel"] = ""
     """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
-    order; see `loading.gguf_delta`."""
+    order; or delta nets with a decay for every channel. See `loading.gguf_delta`."""
     mamba: bool = False
     """Whether there are Mamba-2 layers; see `loading.gguf_mamba`. Numbers of KV heads and widths of feed-forwards may
     then differ between layers, and are 0 in those that have none."""

@@ -2,20 +2,24 @@
 without rotary embedding in the others, and DeepSeek V3's experts.
 
 Published files and those that transformers writes have other names for several keys and tensors; here tensors are
-called as in transformers' memory.
+called as in transformers' memory. In GGUF files (`kimi-linear`) layers without KV heads are delta nets, which have as
+many heads as attention, and the others are described in the space of the latents, as DeepSeek's are.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.families.deepseek import LATENT_KEYS, LATENT_NAMES, latent_fields
+from penstock.engine.models.families.deepseek_gguf import LATENT_TENSORS
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     count,
     integer,
@@ -23,7 +27,13 @@ from penstock.engine.models.families.family import (
     mapping,
 )
 from penstock.engine.models.families.qwen3_next import recurrent_by_type
-from penstock.engine.models.families.sigmoid_experts import CORRECTED_KEYS, corrected_sigmoids, sparse_by_type
+from penstock.engine.models.families.sigmoid_experts import (
+    CORRECTED_GGUF,
+    CORRECTED_KEYS,
+    corrected_from_gguf,
+    corrected_sigmoids,
+    sparse_by_type,
+)
 from penstock.engine.models.model_config import DeltaConfig
 from penstock.engine.models.rope import STILL
 from penstock.errors import CheckpointError
@@ -113,6 +123,58 @@ def own_name(name: str) -> str:
     return _FORGET.sub(r".self_attn.forget_gate.\1", name)
 
 
+_NEEDED_IN_GGUF = (
+    "attention.key_length_mla", "attention.kv_lora_rank", "attention.value_length_mla", "kda.head_dim",
+    "rope.dimension_count", "ssm.conv_kernel",
+)  # fmt: skip
+_GGUF_TENSORS: Mapping[str, str] = {
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt.bias": "self_attn.forget_gate.dt_bias",
+    "ssm_f_a": "self_attn.forget_gate.f_a_proj",
+    "ssm_f_b": "self_attn.forget_gate.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_norm": "self_attn.o_norm",
+}
+
+
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    head, rank, value, kda, rotary, conv = (keys.whole(name, 0) for name in _NEEDED_IN_GGUF)
+    missing = [name for name in _NEEDED_IN_GGUF if not keys.whole(name, 0)]
+    if missing:
+        raise CheckpointError(f"{keys.architecture}: {', '.join(missing)} missing or 0; the file is damaged")
+    if head <= rotary:
+        raise CheckpointError(
+            f"attention.key_length_mla is {head}, of which rope.dimension_count leaves nothing ({rotary}); the file is "
+            "damaged"
+        )
+    # attention.value_length is config.json's head_dim, which says nothing; llama.cpp does not use it either.
+    cached = keys.whole("attention.key_length", 0)
+    if cached not in (0, rank + rotary):
+        raise CheckpointError(f"attention.key_length is {cached}; latents make it {rank + rotary}")
+    kv_heads, heads = keys.each("attention.head_count_kv", config["num_hidden_layers"]), config["num_attention_heads"]
+    if not any(kv_heads) or max(kv_heads) > 1:
+        raise CheckpointError(
+            f"attention.head_count_kv must be 0 in delta nets, and 1 in some layers, found {kv_heads!r:.80}"
+        )
+    return {
+        **corrected_from_gguf(keys),
+        "norm_topk_prob": True,  # of which files say nothing
+        "num_local_experts": keys.whole("expert_count", 0),
+        "n_shared_experts": keys.whole("expert_shared_count", 0),
+        "num_key_value_heads": heads,
+        "kv_lora_rank": rank,
+        "q_lora_rank": keys.whole("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": head - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": value,
+        "layer_types": ["full_attention" if one else "linear_attention" for one in kv_heads],
+        "linear_head_dim": kda,
+        "linear_num_heads": heads,
+        "linear_conv_kernel_dim": conv,
+    }
+
+
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
     class_name="KimiLinearForCausalLM",
@@ -128,7 +190,16 @@ KIMI_LINEAR = Family(
         "hidden_act": SILU, "mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",),
         "moe_layer_freq": (1,), "use_grouped_topk": (True,),
     },
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("kimi-linear",),
+        config=_from_gguf,
+        reads=(CORRECTED_GGUF - {"expert_weights_norm"}) | {"attention.q_lora_rank", *_NEEDED_IN_GGUF},
+        windowed=False,
+        own_head_sizes=True,
+        layer_sizes=True,
+        delta_nets="by_channel",
+        tensors={**LATENT_TENSORS, **_GGUF_TENSORS},
+    ),
     names=LATENT_NAMES,
     own_name=own_name,
     architecture=_architecture,
