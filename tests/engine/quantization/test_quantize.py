@@ -202,7 +202,10 @@ SIZES = {
 """In place of some that groups do not divide."""
 
 
-@pytest.mark.parametrize("family", ["hrm-text", pytest.param("qwen4-exp", marks=pytest.mark.slow), "deepseek-v4"])
+@pytest.mark.parametrize(
+    "family",
+    ["hrm-text", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen4-exp", "deepseek-v4"))],
+)
 def test_layers_that_look_up_token_ids_or_run_several_times(family: str, tmp_path: Path) -> None:
     source = write_checkpoint(family, tmp_path / "source", spread=0.3, **SIZES[family])
     reference = scores(source, open_checkpoint(source))

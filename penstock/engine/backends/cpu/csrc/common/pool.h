@@ -17,15 +17,11 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace pk::PK_SET {
 
 inline void cpu_relax() {
 #if defined(__x86_64__)
-    _mm_pause();
+    __builtin_ia32_pause();  // without the header of all intrinsics, which takes long to compile
 #elif defined(__aarch64__)
     asm volatile("isb" ::: "memory");  // `yield` is a no-op on most cores; isb stalls for a few tens of cycles
 #endif
