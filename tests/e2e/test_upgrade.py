@@ -65,7 +65,7 @@ def rollout(folder: Path) -> Iterator[Rollout]:
     model = tiny_model(folder / "model")
     (folder / "penstock.yaml").write_text(
         f"models: [{{name: tiny, source: {model}, deterministic: true, threads: 1, kv_memory: 64MiB,\n"
-        "  max_running: 32}]\n"
+        "  dtype: float32, weights: dense, max_running: 32}]\n"  # rounding may differ between releases
         "encoders: []\nserver: {drain_s: 60, engine_wait_s: 120}\nresilience: {resume_s: 120, attempts: 8}\n"
         "generation: {time_limit_s: 600}\nrouting: {policy: round_robin}\n"
     )
