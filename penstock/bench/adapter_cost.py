@@ -109,4 +109,4 @@ def _bytes(adapters: AdapterRuntime, rank: int, modules: tuple[str, ...] | None)
         for module, size in zip(site.modules, site.sizes, strict=True):
             if not site.end if modules is None else module in modules:
                 elements += site.inputs + size
-    return rank * elements * adapters.layout.layers * adapters.dtype.itemsize
+    return rank * elements * adapters.layout.cached_layers * adapters.dtype.itemsize

@@ -103,6 +103,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         moe=moe,
         mla=mla,
         gated_attention=model.gated_attention or model.output_gate,
+        output_gate=model.output_gate,
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
-from penstock.planning.shape import ModelShape
 
 GIB = 1 << 30
 CONTEXTS = tuple(1024 << power for power in range(8))
@@ -288,18 +287,11 @@ def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
     device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller. Without
     room for experts one by one (`adapter_experts`)."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
-    mla = shape.mla
-    if mla is not None:
-        queries, values = (shape.heads * size // tensor for size in (mla.nope_dim + mla.rope_dim, mla.value_dim))
-        made = queries if mla.q_rank is None else 2 * mla.q_rank + queries
-        per_rank = 2 * shape.hidden + made + mla.cached + values + shape.hidden
-    else:
-        queries = shape.heads * shape.head_dim // tensor
-        keys, gates = deployment.kv_heads_per_device * shape.head_dim, queries if shape.gated_attention else 0
-        per_rank = 3 * shape.hidden + queries + gates + 2 * keys + queries + shape.hidden
     first, last = _span(deployment, stage)
-    units = sum(per_rank * _adapts_attention(shape, index) for index in range(first, last))
+    units = sum(sum(_adapted_attention(deployment, index)) for index in range(first, last))
     units += sum(_adapted_rest(deployment, index) for index in range(first, last))
+    if shape.kept_layers:
+        units = units * shape.kept_layers // shape.layers
     if not first:  # embedding and head
         units += shape.vocab + 2 * shape.hidden + -(-shape.vocab // tensor)
     elements = deployment.adapter_slots * deployment.adapter_rank * units
@@ -324,20 +316,14 @@ def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
     if deployment.device.kind != "gpu" or not deployment.adapter_vectors:
         return 0
     shape, tensor = deployment.shape, deployment.tensor_parallel
-    mla = shape.mla
-    if mla is not None:
-        queries = shape.heads * (mla.nope_dim + mla.rope_dim) // tensor
-        attention = (queries if mla.q_rank is None else mla.q_rank + queries) + mla.cached
-    else:
-        queries = shape.heads * shape.head_dim // tensor
-        attention = (2 if shape.gated_attention else 1) * queries
-        attention += 2 * deployment.kv_heads_per_device * shape.head_dim
     first, last = _span(deployment, stage)
-    columns = sum((attention + shape.hidden) * _adapts_attention(shape, index) for index in range(first, last))
+    columns = sum(_adapted_attention(deployment, index)[1] for index in range(first, last))
     columns += sum(_altered_rest(deployment, index) for index in range(first, last))
+    gains = (2 * (last - first) + 1) * shape.hidden
+    if shape.kept_layers:  # whose norms have no gains
+        columns, gains = columns * shape.kept_layers // shape.layers, 0
     if not first:  # embedding and head
         columns += shape.hidden + -(-shape.vocab // tensor)
-    gains = (2 * (last - first) + 1) * shape.hidden
     return deployment.adapter_slots * 4 * (2 * columns + gains)
 
 
@@ -351,9 +337,11 @@ def adapter_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     first, last = _span(deployment, stage)
     tensor, inputs = deployment.tensor_parallel, 0
     for layer in range(first, last):
-        inputs += 3 * shape.hidden + shape.heads * shape.head_dim // tensor
+        inputs += (3 + shape.output_gate) * shape.hidden + shape.heads * shape.head_dim // tensor
         if shape.moe is None or not shape.moe.layers[layer]:
             inputs += 2 * shape.hidden + shape.ffn // tensor
+    if shape.kept_layers:
+        inputs = inputs * shape.kept_layers // shape.layers
     return deployment.adapter_slots * 4 * size * inputs
 
 
@@ -369,9 +357,19 @@ def adapter_token_bytes(deployment: Deployment, stage: int = 0) -> int:
     return deployment.adapter_slots * total
 
 
-def _adapts_attention(shape: ModelShape, layer: int) -> bool:
-    """Whether a layer has places for adapters of attention; most recurrent layers have them beside their own."""
-    return shape.delta is None or not shape.delta.by_channel or not shape.delta.layers[layer]
+def _adapted_attention(deployment: Deployment, layer: int) -> tuple[int, int]:
+    """Of a rank and a layer: inputs and outputs of attention's linears. Most recurrent layers have room for adapters of
+    these beside their own."""
+    shape, hidden = deployment.shape, deployment.shape.hidden
+    heads, delta, mla = shape.heads // deployment.tensor_parallel, shape.delta, shape.mla
+    if delta is not None and delta.by_channel and delta.layers[layer]:
+        return 0, 0
+    if mla is not None:
+        indexed, routed = bool(mla.indexed) and mla.indexed[layer], shape.moe is not None and shape.moe.layers[layer]
+        return mla.adapted(hidden, heads, shape.output_gate, indexed, routed)
+    queries, keys = heads * shape.head_dim, deployment.kv_heads_per_device * shape.head_dim
+    gates = queries if shape.gated_attention else 0
+    return (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
 
 
 def _altered_rest(deployment: Deployment, layer: int) -> int:

@@ -154,6 +154,8 @@ class ModelShape:
     sinks: bool = False
     """A learned attention sink per head."""
     gated_attention: bool = False
+    output_gate: bool = False
+    """Whether its gates have a matrix of their own."""
     """Whether queries come with a gate of the same size."""
     moe: Moe | None = None
     mla: Mla | None = None

@@ -54,6 +54,20 @@ class Mla:
         biases = self.cached + rank if self.bias else 0
         return rank + self.kv_rank + biases + (hidden * self.index_heads + 2 * self.index_dim if indexed else 0)
 
+    def adapted(self, hidden: int, heads: int, output_gate: bool, indexed: bool, routed: bool) -> tuple[int, int]:
+        """Inputs and outputs of the linears of a layer that adapters may change, of which a rank has `heads`."""
+        queries, values, rank = heads * (self.nope_dim + self.rope_dim), heads * self.value_dim, self.q_rank or 0
+        inputs, outputs = 2 * hidden + rank + values, rank + self.cached + queries + hidden
+        if self.gated_queries:
+            inputs, outputs = inputs + rank, outputs + values
+        if output_gate:
+            inputs, outputs = inputs + hidden, outputs + values
+        if indexed:
+            inputs += 2 * hidden + rank
+            outputs += self.index_dim + self.index_heads * self.index_dim + self.index_heads
+        gates = (hidden + self.gate_rank) * (1 + routed) if self.gate_rank else 0
+        return inputs + gates, outputs + gates
+
     def index_keys(self, first: int, last: int) -> int:
         """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
         return self.index_dim * sum(self.indexed[first:last])

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import torch
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_supervisor import Server as ServerProcess
+from tests.e2e.test_transformers import write_tokenizer
 from tests.engine.adapters.files import write_adapter
+from tests.engine.adapters.test_newer_families import FAMILIES, trained
+from tests.engine.tiny import write_checkpoint
 
 
 def say(client: openai.OpenAI, model: str) -> str:
@@ -89,5 +95,37 @@ def test_three_ranks_serve_adapters_that_are_listed_and_that_come_later(default_
         with pytest.raises(openai.NotFoundError):
             say(client, "later")
         assert say(client, "listed") == alone["listed"]
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_newer_families_answer_as_with_the_adapter_merged(tmp_path: Path) -> None:
+    models, expected, prompt = [], {}, "what is in no picture"
+    for family in FAMILIES:
+        base = write_checkpoint(family, tmp_path / family, vocab_size=257)
+        write_tokenizer(base)
+        tuned = trained(base, tmp_path / f"{family}-tuned", family, "lora").model
+        tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+        ids = tokenizer.encode(prompt).ids
+        answer = tuned.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected[f"{family}-tuned"] = tokenizer.decode(answer[0, len(ids) :].tolist())
+        models.append({
+            "source": str(base), "name": family, "max_running": 4, "num_blocks": 64, "dtype": "float32",
+            "device": "cpu", "threads": 1,
+            "adapters": [{"name": f"{family}-tuned", "source": str(tmp_path / f"{family}-tuned")}],
+        })  # fmt: skip
+    config = tmp_path / "penstock.yaml"
+    config.write_text(json.dumps({"models": models}))
+    server = ServerProcess("-c", str(config), defaults=False)
+    try:
+        server.wait_for("curl http")
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def answer_of(model: str) -> str:
+            return client.completions.create(model=model, prompt=prompt, max_tokens=12, temperature=0).choices[0].text
+
+        assert {name: answer_of(name) for name in expected} == expected
+        assert all(answer_of(family) != expected[f"{family}-tuned"] for family in FAMILIES)
     finally:
         server.close()

@@ -19,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.engine.adapters.layout import AdapterLayout, layout_of
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.engine.loading.random_checkpoint import tensor_shapes

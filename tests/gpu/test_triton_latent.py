@@ -28,7 +28,8 @@ from torch import Tensor
 
 from penstock.bench.bounds import probe
 from penstock.engine.adapters.latent import AbsorbedAdapters
-from penstock.engine.adapters.layout import AdapterLayout, layout_of
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import random_adapter
 from penstock.engine.backends.cuda.kernels import (
     common,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.backends.cuda.memory import CudaMemory
 from penstock.engine.backends.host_memory import HostMemory
@@ -37,6 +37,8 @@ from penstock.planning.memory import (
 from penstock.planning.model_shape import known_config, model_shape
 from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
+from tests.planning.test_model_shape import INDEX, of
+from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
 TINY = known_config("smollm2-135m") | {
@@ -141,6 +143,28 @@ def test_vectors_of_adapters_have_the_bytes_of_the_engines_tables(name: str, ten
     deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3, adapter_vectors=True)
     layout = layout_of(local, experts=False, head_rows=-(-local.vocab_size // tensor))
     gains = (2 * local.num_layers + 1) * local.hidden_size
+    assert adapter_vector_bytes(deployment) == 3 * 4 * (2 * layout.columns + gains)
+
+
+NEWEST = [
+    of("deepseek_v32", **SPARSE, **INDEX, n_group=4, topk_group=2),
+    of("axk2", **SPARSE, **INDEX, mlp_layer_types=["sparse", "dense", "sparse"], gated_norm_rank=6),
+    of("hy_v4", **SPARSE, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
+    of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
+]
+
+
+@pytest.mark.parametrize("config", NEWEST, ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_adapters_of_newer_families_have_the_bytes_of_the_engines(config: dict[str, Any], tensor: int) -> None:
+    deployment = replace(
+        deployed("llama-8b", "h100", tensor_parallel=tensor, adapter_slots=3, adapter_rank=8, adapter_vectors=True),
+        shape=shape_of_config(config, "tiny"),
+    )
+    local = local_config(read_config(config), Place(0, tensor, 1))
+    layout = layout_of(local, experts=False, head_rows=-(-local.vocab_size // tensor))
+    assert adapter_bytes(deployment) == 3 * 8 * layout.unit * 2
+    gains = 0 if local.cycles is not None else (2 * local.num_layers + 1) * local.hidden_size
     assert adapter_vector_bytes(deployment) == 3 * 4 * (2 * layout.columns + gains)
 
 

@@ -18,10 +18,19 @@ from torch import Tensor
 from penstock.engine.adapters.delta_nets import adapted_linears
 from penstock.engine.adapters.ends import adapt_ends
 from penstock.engine.adapters.experts import adapt_experts
+from penstock.engine.adapters.input_gates import adapt_input_gates
 from penstock.engine.adapters.kernel import AdaptedLinear
 from penstock.engine.adapters.kernel import LoraKernel as LoraKernel
 from penstock.engine.adapters.latent import AbsorbedAdapters
-from penstock.engine.adapters.layout import LATENT_KEYS, LATENT_VALUES, ROUTER, AdapterLayout, PlacedSite
+from penstock.engine.adapters.layout import (
+    LATENT_KEYS,
+    LATENT_VALUES,
+    MIXER_GATE_IN,
+    ROUTER,
+    AdapterLayout,
+    PlacedSite,
+)
+from penstock.engine.models.axk2 import GatedNormsLayer
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.absent import NoMixer
 from penstock.engine.models.layers.attention import Attention
@@ -110,7 +119,8 @@ def adapt(
         if not summed and kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
             fused_up_to = decoder.fused_up_to
     layers = []
-    for number, layer in enumerate(decoder.layers):
+    for run, layer in enumerate(decoder.layers):
+        number = layout.runs[run] if layout.runs else run
         recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2 | ShortConv)
         both = isinstance(layer.mixer, SideBySide)
         assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention | CompressedAttention | NoMixer)
@@ -151,6 +161,8 @@ def adapt(
         elif ROUTER in others:
             adapted_experts = adapt_experts(layer.feed_forward, kernel, others, decoder.ops)
             changed = dataclasses.replace(changed, feed_forward=adapted_experts)
+        if isinstance(changed, GatedNormsLayer) and MIXER_GATE_IN in others:
+            changed = adapt_input_gates(changed, kernel, others)
         layers.append(changed)
     adapted_decoder = dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
     return adapt_ends(adapted_decoder, kernel, layout) if further else adapted_decoder

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import HEADS, prefix_of
+from penstock.engine.models.hrm_text import STACKS
 from penstock.engine.models.model_config import ModelConfig
 
 
@@ -58,8 +59,11 @@ class BaseTensors:
                 if len(found) == 1:
                     return self._stored.tensor(found[0])
             return None
-        prefix = prefix_of(names, family_of(self._config.family).names)
-        return self._first(f"{prefix}layers.{layer}.{module}.{kind}" for module in modules)
+        at, cycles = prefix_of(names, family_of(self._config.family).names), self._config.cycles
+        if cycles is not None:
+            stack, layer = divmod(layer, cycles.layers)
+            at = f"{at}{STACKS[stack]}."
+        return self._first(f"{at}layers.{layer}.{module}.{kind}" for module in modules)
 
     def of_embedding(self) -> Tensor | None:
         tensors = family_of(self._config.family).names
@@ -72,7 +76,8 @@ class BaseTensors:
     def named(self, path: str) -> Tensor | None:
         """A tensor by its path in the model as PEFT wraps it, wherever the checkpoint has the decoder."""
         names = self._stored.names()
-        tail = path
+        own_name = None if self._config.by_transformers else family_of(self._config.family).own_name
+        tail = path if own_name is None else own_name(path) or path
         while tail.count(".") > 1:
             if tail in names:
                 return self._stored.tensor(tail)

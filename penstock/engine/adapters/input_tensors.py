@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.adapters.inputs import InputBlocks
-from penstock.engine.adapters.layout import AdapterCut
+from penstock.engine.adapters.layout import LAYER, AdapterCut
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.vector_tensors import Changed
 from penstock.errors import CheckpointError
 
 BLOCKS = "input_blocks"
 """What they are called here: float32 [blocks, size, size]."""
-_KEY = re.compile(rf"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+)\.{BLOCKS}")
+_KEY = re.compile(rf"{LAYER}([\w.]+)\.{BLOCKS}")
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class InputTensors:
         plain = False
         for key in sorted(self._keys):
             inside = _KEY.fullmatch(key)
-            changed = None if inside is None else find(int(inside[1]), inside[2])
+            changed = None if inside is None else find(self.cut.whole.numbered(inside[1], inside[2]), inside[3])
             if changed is None or changed.layer is None:
                 raise CheckpointError(
                     f"{self.file}: {self.config.kind} cannot change {key.removesuffix(f'.{BLOCKS}')}, but only linears "

@@ -7,7 +7,7 @@ other module that was saved must be the model's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ class NormNames:
     """The norms of a model that adapters may replace."""
 
     final: str
-    in_layer: Collection[str]
+    in_layer: Mapping[str, str]
+    """By what files may call them."""
     of_heads: Mapping[str, int]
     """Those of queries and keys: how many gains each has."""
     hidden: int
@@ -111,7 +112,9 @@ class NormTensors:
         inside = _LAYER.fullmatch(path)
         if inside is not None:
             module = inside[2].removesuffix(".weight")
-            return (int(inside[1]), module) if module in (*self.names.in_layer, *self.names.of_heads) else None
+            module = self.names.in_layer.get(module, module)
+            known = (*self.names.in_layer.values(), *self.names.of_heads)
+            return (int(inside[1]), module) if module in known else None
         final = path == f"{self.names.final}.weight" or path.endswith(f".{self.names.final}.weight")
         return (None, self.names.final) if final else None
 
@@ -119,5 +122,5 @@ class NormTensors:
         """PEFT saves every module that it was told to train."""
         known = () if self.names is None else (self.names.final, *self.names.in_layer, *self.names.of_heads)
         for name in self.config.saved:
-            if name in known and not any(f".{name}.weight" in f".{path}" for path in self._keys):
+            if name in known and not any(f".{name}." in f".{path}" for path in self._keys):
                 raise CheckpointError(f"{CONFIG}: modules_to_save has {name}, and {self.file} does not")

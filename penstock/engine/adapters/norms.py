@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.tiles import grouped
+from penstock.engine.models.axk2 import GATED_NORM
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.layers.absent import NoMixer
@@ -29,10 +30,13 @@ Norm = tuple[int | None, str]
 _IN_LAYER = ("mixer_norm", "feed_forward_norm", "mixer_out_norm", "feed_forward_out_norm")
 
 
-def norms_in_layer(config: ModelConfig) -> frozenset[str]:
-    """What a model calls the norms of a layer that adapters may replace: those whose gains are as stored."""
+def norms_in_layer(config: ModelConfig) -> Mapping[str, str]:
+    """The norms of a layer that adapters may replace, those whose gains are as stored, by what they may be called: one
+    that has a gate behind it is a part of a module of its name."""
     names, stored = family_of(config.family).names, _IN_LAYER if config.out_norm_scale == 1.0 else _IN_LAYER[:2]
-    return frozenset(getattr(names, attribute) for attribute in stored) - {""}
+    found = [getattr(names, attribute) for attribute in stored if getattr(names, attribute)]
+    gated = config.latent is not None and config.latent.gate_rank
+    return {name: name for name in found} | ({f"{name}.{GATED_NORM}": name for name in found} if gated else {})
 
 
 def norms_of(decoder: Decoder) -> list[tuple[Norm, Tensor]]:
@@ -45,7 +49,7 @@ def norms_of(decoder: Decoder) -> list[tuple[Norm, Tensor]]:
             found.append(((number, names.mixer_norm), layer.feed_forward_norm))
         found += [((number, getattr(names, attribute)), getattr(layer, attribute)) for attribute in _IN_LAYER]
     found.append(((None, names.final_norm), decoder.final_norm))
-    known = {id(gains): (norm, gains) for norm, gains in reversed(found) if gains is not None}
+    known = {id(gains): (norm, gains) for norm, gains in reversed(found) if gains is not None and norm[1]}
     return list(reversed(known.values()))
 
 

@@ -21,7 +21,7 @@ from penstock.engine.adapters.base_tensors import BaseTensors
 from penstock.engine.adapters.end_tensors import EndTensors, KnownMatrices
 from penstock.engine.adapters.input_tensors import InputTensors
 from penstock.engine.adapters.inputs import InputBlocks
-from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
+from penstock.engine.adapters.layout import ANY, LAYER, AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.norm_tensors import NormNames, NormTensors
 from penstock.engine.adapters.norms import Norm
 from penstock.engine.adapters.peft_config import LoraConfig
@@ -34,7 +34,7 @@ from penstock.engine.adapters.visits import VisitChanges, changes_of
 from penstock.engine.models.wrappers import senses
 from penstock.errors import CheckpointError
 
-_TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(LAYER + r"([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 _END = re.compile(r"(?:.*\.)?(\w+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 _NESTED = ".base_layer"
@@ -152,7 +152,8 @@ class Packer:
                 continue  # its layers are numbered too, but are not the decoder's
             match = _TENSOR.fullmatch(key)
             if match is not None:
-                found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
+                layer = self.cut.whole.numbered(match[1], match[2])
+                found.setdefault((layer, match[3]), {})[match[4]] = key
             elif (match := _END.fullmatch(key)) is not None and match[1] in self._targets:
                 ends.setdefault(match[1], {})[match[2]] = key
             elif key == PREFIX:
@@ -318,7 +319,8 @@ class Packer:
         if named not in self._places and inner not in self._stacks:
             raise self._refusal(key)
         if layer >= layers:
-            raise CheckpointError(f"{self.file}: {key!r} is beyond the model's {layers} layers")
+            below = f", which are below {' and '.join(self.cut.whole.stacks)}" if self.cut.whole.stacks else ""
+            raise CheckpointError(f"{self.file}: {key!r} is beyond the model's {layers} layers{below}")
         path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
         parameter = "weight"
         if named in self._places:
@@ -334,7 +336,7 @@ class Packer:
         site = self.cut.whole.sites[target.index]
         if not site.is_in(layer) or (target.expert or 0) >= max(1, site.experts):
             raise CheckpointError(f"{self.file}: {key!r} is of a module that the model does not have")
-        if not self.config.applies(path, parameter, layer):
+        if not self.config.applies(path, parameter, self.cut.whole.number_in_path(layer)):
             raise CheckpointError(
                 f"{self.file} changes {path}, which {CONFIG} leaves out (target_modules, target_parameters, "
                 "exclude_modules or layers_to_transform)"

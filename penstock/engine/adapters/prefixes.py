@@ -54,13 +54,14 @@ def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPr
             "latent attention, Mamba layers or delta nets either: train prompt tuning or a LoRA"
         )
     width = layout.sites[index].sizes[1]
-    if stored.dim() != 2 or not len(stored) or stored.shape[1] != layout.layers * 2 * width:
+    layers = layout.cached_layers
+    if stored.dim() != 2 or not len(stored) or stored.shape[1] != layers * 2 * width:
         raise CheckpointError(
-            f"{WEIGHTS}: prompt_embeddings is {tuple(stored.shape)}; keys and values of this model's {layout.layers} "
-            f"layers are {layout.layers * 2 * width} numbers for each token"
+            f"{WEIGHTS}: prompt_embeddings is {tuple(stored.shape)}; keys and values of this model's {layers} "
+            f"layers are {layers * 2 * width} numbers for each token"
         )
     # [layers, 2, numbers, tokens], so that heads are rows.
-    by_layer = stored.view(len(stored), layout.layers, 2, width).permute(1, 2, 3, 0)[slice(*cut.layers)]
+    by_layer = stored.view(len(stored), layers, 2, width).permute(1, 2, 3, 0)[slice(*cut.cached_layers)]
     own = [
         torch.cat([rows_of(of_layer[side], cut.outputs[index][1 + side]) for side in range(2)]).t()
         for of_layer in by_layer
@@ -78,7 +79,8 @@ def prefix_bytes(tokens: int, cut: AdapterCut, dtype: torch.dtype) -> int:
         return 0
     whole = torch.empty(cut.whole.sites[index].sizes[1], 0)
     width = sum(len(rows_of(whole, of)) for of in cut.outputs[index][1:3])
-    return tokens * (cut.layers[1] - cut.layers[0]) * width * dtype.itemsize
+    first, last = cut.cached_layers
+    return tokens * (last - first) * width * dtype.itemsize
 
 
 def _site(cut: AdapterCut) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.base_tensors import BaseTensors
-from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, Site, rows_of
+from penstock.engine.adapters.layout import LAYER, AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG
 from penstock.engine.adapters.vectors import SiteVectors
@@ -36,7 +36,7 @@ _FORMS = (
     (re.compile(r"(?:\.base_layer)?\.bias$"), "bias"),
     (re.compile(r"(?:_bias)$"), "other"),
 )
-_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+_LAYER = re.compile(LAYER + r"(.+)")
 _AT_ONCE = 1 << 24
 """Numbers of a matrix that are widened at the same time."""
 
@@ -103,7 +103,9 @@ class VectorTensors:
             path = key if kind == "other" else key[: found.start()]
             path = path.removeprefix("base_model.model.")
             inside = _LAYER.fullmatch(path)
-            where: Where = (None, path) if inside is None else (int(inside[1]), inside[2])
+            where: Where = None, path
+            if inside is not None:
+                where = self.cut.whole.numbered(inside[1], inside[2]), inside[3]
             self._keys[(*where, kind)] = key
             return True
         return False
@@ -323,7 +325,7 @@ class VectorTensors:
         if self.base is None:
             found = None
         elif changed.layer is not None:
-            found = self.base.of_layer(changed.layer, changed.names, "weight")
+            found = self._of_layer(self.base, changed, changed.layer, "weight")
             if found is not None and self.config.transposed and self.base.may_be_transposed:
                 found = found.t()
         else:
@@ -345,8 +347,16 @@ class VectorTensors:
             of_head = self.cut.whole.sites[changed.index].end == "head"
             found = self.base.of_head("bias") if of_head else None
         else:
-            found = self.base.of_layer(changed.layer, changed.names, "bias")
+            found = self._of_layer(self.base, changed, changed.layer, "bias")
         return None if found is None else found.float()
+
+    def _of_layer(self, base: BaseTensors, changed: Changed, layer: int, kind: str) -> Tensor | None:
+        """What the checkpoint has of a linear, perhaps as rows of one that has others too."""
+        found, site = base.of_layer(layer, changed.names, kind), self.cut.whole.sites[changed.index]
+        if found is None and site.fused:
+            fused = base.of_layer(layer, (site.fused,), kind)
+            found = None if fused is None else torch.split(fused, list(site.sizes))[changed.parts.start]
+        return found
 
 
 def _lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -30,9 +30,10 @@ class InputGate:
     """Whether every token is computed by itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return by_token(
-            lambda x: (x * self.up(F.silu(self.down(x))).float().sigmoid()).to(x.dtype), x, alone=self.alone()
-        )
+        # Not the linears, which may have adapters: those of all tokens of a step.
+        alone = self.alone()
+        gates = self.up(by_token(F.silu, self.down(x), alone=alone))
+        return by_token(lambda x, gates: (x * gates.float().sigmoid()).to(x.dtype), x, gates, alone=alone)
 
     @property
     def weight_bytes(self) -> int:

@@ -21,7 +21,8 @@ from penstock.engine.models.llama import compose_attention, compose_feed_forward
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import WeightReader
 
-LOWER, UPPER, BEGINNING = "L_module", "H_module", "z_L_init"
+STACKS, BEGINNING = ("L_module", "H_module"), "z_L_init"
+"""The lower stack and the upper one; see `CyclesConfig.layer_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,8 @@ class HrmTextDecoder(Decoder):
 def compose_layer(context: LayerContext) -> DecoderLayer:
     cycles, root = context.config.cycles, context.prefix.removesuffix(f"layers.{context.index}.")
     assert cycles is not None
-    run, layer = divmod(context.index, cycles.layers)
-    stack = LOWER if run % (cycles.lower + 1) < cycles.lower else UPPER
-    own = replace(context, index=layer, prefix=f"{root}{stack}.layers.{layer}.")
+    stack, layer = divmod(cycles.layer_of(context.index), cycles.layers)
+    own = replace(context, index=layer, prefix=f"{root}{STACKS[stack]}.layers.{layer}.")
     made: dict[str, Any] = context.read.made
     if own.prefix not in made:
         ones = context.read.ones(context.config.hidden_size)

@@ -325,6 +325,11 @@ class CyclesConfig:
         """Runs of layers, each with keys and values of its own."""
         return self.layers * self.upper * (self.lower + 1)
 
+    def layer_of(self, run: int) -> int:
+        """The layer that runs, of those of the lower stack and then those of the upper one."""
+        turn, layer = divmod(run, self.layers)
+        return layer if turn % (self.lower + 1) < self.lower else self.layers + layer
+
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:

@@ -27,6 +27,7 @@ from penstock.engine.adapters.layout import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
     HEAD,
+    INPUT_GATES,
     LATENT_IN,
     LATENT_KEYS,
     LATENT_OUT,
@@ -37,8 +38,8 @@ from penstock.engine.adapters.layout import (
     AdapterCut,
     Rows,
     Site,
-    layout_of,
 )
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.activation import has_gate
@@ -92,7 +93,11 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     if latent is not None:
         narrow = q if latent.query_rank is None else (0, latent.query_rank)
         inputs |= {"inputs": hidden, "query_up": narrow, "output": _times(heads, latent.value)}
-        outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
+        values = _times(heads, latent.value)
+        outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,), "output_gate": (values,)}
+        if latent.gated_queries:
+            inputs["query_up"] = (0, 2 * (latent.query_rank or 0))
+            outputs["query_up"] = (_times(heads, model.head_dim + latent.value),)
         inputs |= {LATENT_KEYS: (0, latent.plain), LATENT_VALUES: (0, latent.rank)}
         outputs |= {LATENT_KEYS: ((0, latent.rank),), LATENT_VALUES: ((0, latent.value),)}
     shape = model.compression
@@ -135,7 +140,7 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         of_sites.append((inputs[site.attribute], outputs[site.attribute]) if own is None else own)
     return AdapterCut(
         whole,
-        stage_span(model, place),
+        (0, whole.layers) if whole.runs else stage_span(model, place),
         tuple(columns for columns, _ in of_sites),
         tuple(rows for _, rows in of_sites),
         heads,
@@ -145,7 +150,8 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
 def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[Rows, ...]] | None:
     """Columns and rows of a site that has others of its name for layers of another kind; None: it has not."""
     hidden = (0, model.hidden_size)
-    if "." in site.attribute:  # what chooses tokens, or makes entries of them, is everywhere
+    if "." in site.attribute or site.attribute in INPUT_GATES:
+        # What chooses tokens, makes entries of them or gates what layers read is everywhere.
         return (0, site.inputs), tuple((0, size) for size in site.sizes)
     if model.layer_heads and site.attribute == "qkv":
         dim = site.sizes[0] // model.num_heads

@@ -26,8 +26,9 @@ from penstock.engine.adapters.folder import (
 from penstock.engine.adapters.head_norms import HeadNormBank, head_norms_in_layer
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.kinds.modules import layer_of, site_of
-from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
+from penstock.engine.adapters.layout import AdapterCut, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.norm_tensors import NormNames
 from penstock.engine.adapters.norms import norms_in_layer, norms_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
@@ -105,7 +106,7 @@ def _block_bytes(blocks: Mapping[str, int], cut: AdapterCut) -> int:
     first, last = cut.layers
     total = 0
     for path, size in blocks.items():
-        place, layer = site_of(cut.whole, path), layer_of(path)
+        place, layer = site_of(cut.whole, path), layer_of(cut.whole, path)
         if place is not None and layer is not None and first <= layer < last:
             heads = bool(cut.whole.sites[place[0]].heads)  # blocks turn latents there, on both sides
             low, high = cut.inputs[place[0] + heads]
@@ -160,13 +161,6 @@ def adapt_model(
             raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
         return None
     _check(config, slots)
-    latent = decoder.config.latent
-    gated = latent is not None and (latent.gated_queries or decoder.config.output_gate)
-    if decoder.config.cycles is not None or gated:
-        raise ConfigError(
-            f"adapters: not available for {decoder.config.family} models; remove adapters and adapter_slots, or merge "
-            "an adapter into the checkpoint"
-        )
     library = decoder if isinstance(decoder, TransformersDecoder) else None
     if library is None:
         layout = layout_of(

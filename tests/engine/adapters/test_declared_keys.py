@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.adapters.layout import AdapterLayout, layout_of
+from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.peft_config import RULES
 from penstock.engine.models.families import read_config

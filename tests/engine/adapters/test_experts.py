@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import read_config

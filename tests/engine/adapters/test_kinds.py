@@ -15,7 +15,7 @@ from penstock.engine.adapters.folder import default_rank, replaced_rows, stored_
 from penstock.engine.adapters.kinds import KINDS as READ
 from penstock.engine.adapters.kinds import as_lora, low_rank, read_settings
 from penstock.engine.adapters.kinds.refused import refusal
-from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import read_config

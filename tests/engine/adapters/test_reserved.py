@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from penstock.engine.adapters.folder import changes_outputs, input_blocks, replaced_rows, stored_keys, virtual_tokens
 from penstock.engine.adapters.inputs import InputBlocks
-from penstock.engine.adapters.layout import layout_of, uncut
+from penstock.engine.adapters.layout import uncut
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.prefixes import read_prefix
 from penstock.engine.adapters.spec import AdapterSpec

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends import select

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.adapters.layout import AdapterLayout, Site, layout_of
+from penstock.engine.adapters.layout import AdapterLayout, Site
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.rows import EndRows, ReplacedRows, RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles

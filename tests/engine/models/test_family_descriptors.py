@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.checkpoint import open_checkpoint

@@ -48,10 +48,7 @@ def test_an_expert_outside_of_the_best_groups_goes_before_one_that_scores_below_
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("axk2", {"adapter_slots": 2}, "adapters: not available for axk2"),
-        ("hy-v4", {"adapter_slots": 2}, "adapters: not available for hy_v4"),
         ("hy-v4", {"speculation": "mtp"}, "no MTP layer"),
-        ("hrm-text", {"adapter_slots": 2}, "adapters: not available for hrm_text"),
         ("hrm-text", {"speculation": "mtp"}, "not available for hrm_text models, whose layers run several times"),
     ],
 )

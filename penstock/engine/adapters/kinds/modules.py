@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.engine.adapters.layout import ANY, AdapterLayout, Site
+from penstock.engine.adapters.layout import ANY, LAYER, AdapterLayout, Site
 from penstock.engine.adapters.spec import WEIGHTS
 from penstock.errors import CheckpointError
 
-_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+)")
+_LAYER = re.compile(LAYER + r"([\w.]+)")
 _EXPERT = re.compile(r"(\bexperts\.)\d+(?=\.)")
 PREFIX = "base_model.model."
 
@@ -91,10 +91,10 @@ def modules_of(
     return modules, others
 
 
-def layer_of(path: str) -> int | None:
+def layer_of(layout: AdapterLayout, path: str) -> int | None:
     """The layer of the module with this path; None: it is in none."""
     inside = _LAYER.fullmatch(path)
-    return None if inside is None else int(inside[1])
+    return None if inside is None else layout.numbered(inside[1], inside[2])
 
 
 def site_of(layout: AdapterLayout, path: str) -> tuple[int, int] | None:
@@ -103,7 +103,7 @@ def site_of(layout: AdapterLayout, path: str) -> tuple[int, int] | None:
     if inside is None:
         name = path.rpartition(".")[2]
         return next(((index, 0) for index, site in enumerate(layout.sites) if site.end and name in site.modules), None)
-    layer, module = int(inside[1]), _EXPERT.sub(rf"\g<1>{ANY}", inside[2])
+    layer, module = layout.numbered(inside[1], inside[2]), _EXPERT.sub(rf"\g<1>{ANY}", inside[3])
     for index, site in enumerate(layout.sites):
         if site.end or layer >= layout.layers or not site.is_in(layer):
             continue

@@ -69,7 +69,7 @@ HRM_TEXT = Family(
     reads=_KEYS,
     limits={"hidden_act": SILU},
     gguf=GGUFFormat(architectures=()),
-    names=TensorNames(output_gate="gate_proj", final_norm=""),
+    names=TensorNames(mixer_norm="", feed_forward_norm="", output_gate="gate_proj", final_norm=""),
     own_name=_own_name,
     architecture=_architecture,
 )
