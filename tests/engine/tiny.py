@@ -654,7 +654,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "mimo-v2-flash": ("MiMoV2FlashConfig", {**MIMO_V2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.6}),
+    "mimo-v2-flash": ("MiMoV2FlashConfig", {**MIMO_V2, "routed_scaling_factor": 1.6}),
     "mimo-v2-flash-some-dense": (
         "MiMoV2FlashConfig",
         {
@@ -663,6 +663,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "attention_bias": True,
             "attention_value_scale": None,
+            "n_group": 4,
+            "topk_group": 2,
             "norm_topk_prob": False,
             "v_head_dim": 24,
             "rope_parameters": {FULL: {**YARN_ROPE, "partial_rotary_factor": 0.75}, SLIDING: HALF_ROPE},
