@@ -108,6 +108,7 @@ class LayerKind(NamedTuple):
     """Width of its dense feed-forward."""
     told: bool
     """Whether it looks up n-grams of the tokens."""
+    sinks: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +154,10 @@ class ModelShape:
     head_bias: bool = False
     sinks: bool = False
     """A learned attention sink per head."""
+    window_sinks: bool = False
+    """Whether layers with a window alone have them."""
+    value_dim: int = 0
+    """Size of a head of values as it is projected, where that is smaller than `head_dim`, as which it is cached."""
     gated_attention: bool = False
     output_gate: bool = False
     """Whether its gates have a matrix of their own."""
@@ -203,6 +208,7 @@ class ModelShape:
             heads=self.heads_in(index),
             ffn=self.ffn_sizes[index] if self.ffn_sizes else self.ffn,
             told=self.gated_streams is not None and self.gated_streams.tables[index] > 0,
+            sinks=self.sinks and not (self.window_sinks and self.windows[index] is None),
         )
 
     def _parts(self, kind: LayerKind) -> LayerParts:
@@ -246,7 +252,7 @@ class ModelShape:
         `key_value`, `latent`, and `small` with all norms of the layer."""
         hidden, key_value = self.hidden, 0
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or kind.only else 2
-        small = hidden * norms * self.norm_parts + (self.heads if self.sinks else 0) + self.layer_factors
+        small = hidden * norms * self.norm_parts + (self.heads if kind.sinks else 0) + self.layer_factors
         if self.apart_streams:
             n = self.apart_streams
             small += 2 * (2 * n * (n * hidden + 1) + 2)
@@ -265,8 +271,11 @@ class ModelShape:
             dim, own = kind.heads.head_dim, kind.heads.projected
             q_size, kv_size = self.heads * dim, kind.heads.kv_heads * dim
             gates = q_size if self.gated_attention else 0
-            query_output, key_value, latent = hidden * (2 * q_size + gates), own * hidden * kv_size, 0
-            small += (q_size + gates + own * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            narrower = dim - (self.value_dim or dim)
+            made = own * kv_size - kind.heads.kv_heads * narrower
+            query_output, key_value = hidden * (2 * q_size + gates - self.heads * narrower), hidden * made
+            latent = 0
+            small += (q_size + gates + made if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += (2 if own else 1) * dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
             if mixer is not None:

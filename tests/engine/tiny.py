@@ -210,6 +210,10 @@ DOTS1: dict[str, Any] = {
 SOLAR: dict[str, Any] = {**CORRECTED, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 1}
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
+MIMO_V2: dict[str, Any] = {
+    "head_dim": 24, "v_head_dim": 16, "sliding_window": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
 HY_V3: dict[str, Any] = {
     "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "router_scaling_factor": 1.7,
@@ -648,6 +652,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_scale": 1.7,
             "prefix_lm": False,
             "tie_word_embeddings": True,
+        },
+    ),
+    "mimo-v2-flash": ("MiMoV2FlashConfig", {**MIMO_V2, "routed_scaling_factor": 1.6}),
+    "mimo-v2-flash-some-dense": (
+        "MiMoV2FlashConfig",
+        {
+            **MIMO_V2,
+            "layer_types": TWO_IN_THREE,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "v_head_dim": 24,
+            "rope_parameters": {FULL: {**YARN_ROPE, "partial_rotary_factor": 0.75}, SLIDING: HALF_ROPE},
         },
     ),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),

@@ -46,7 +46,7 @@ BF16 = torch.bfloat16
 GATE = ClampedSwiglu(1.702, 7.0)
 TIE = 5e-3
 ops = TritonOps(DEVICE)
-SHAPES: list[tuple[int, int, int]] = [(4, 2, 32)] if QUICK else [(64, 8, 64), (8, 8, 96), (6, 2, 128)]
+SHAPES: list[tuple[int, int, int]] = [(4, 2, 32)] if QUICK else [(64, 8, 64), (8, 8, 96), (6, 2, 128), (8, 1, 192)]
 
 
 def layouts() -> Iterator[HeadLayout]:

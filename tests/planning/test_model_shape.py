@@ -67,7 +67,7 @@ KIMI_LINEAR = {
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
     "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
-    "deepseek_v4", "qwen4_exp_text", *OVER_LATENTS,
+    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
 
@@ -107,6 +107,14 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("gemma4_text", enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24),
         of("gemma4_text", num_kv_shared_layers=1, num_hidden_layers=8, use_double_wide_mlp=True, attention_bias=True),
         of("gemma4_unified_text", attention_k_eq_v=True, num_global_key_value_heads=1),
+        of(
+            "mimo_v2_flash",
+            **CORRECTED | {"n_shared_experts": None},
+            v_head_dim=6,
+            sliding_window=8,
+            num_key_value_heads=1,
+            attention_bias=True,
+        ),
         of("axk1", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
         of("minicpm3", **LATENT, q_lora_rank=24, mlp_bias=True),
         of("youtu", **LATENT, q_lora_rank=None, attention_bias=True),

@@ -33,6 +33,7 @@ from penstock.engine.models.layers.experts import (
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
+from penstock.engine.models.layers.narrow_values import NarrowValueAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
 from penstock.engine.models.model_config import MoeConfig
@@ -124,7 +125,7 @@ def compose_attention(context: LayerContext) -> Attention:
     shared, source = config.shares(context.index), config.source_of(context.index)
     given, stage = config.given_to(context.index), config.stage
     prefix, hidden = context.prefix + names.attention, config.hidden_size
-    q_size, kv_size = config.num_heads * dim, kv_heads * dim
+    q_size, kv_size, v_size = config.num_heads * dim, kv_heads * dim, config.values_in(context.index)
     q_gains, k_gains = ((config.num_heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
     plain_norms = config.rotated_qk_norm or (config.unweighted_qk_norm and not unrotated)
@@ -132,11 +133,13 @@ def compose_attention(context: LayerContext) -> Attention:
     growth = config.query_growth
     if growth is not None and not growth.everywhere and not unrotated:
         growth = None
-    parts = list(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
+    parts = list(zip(names.qkv, (q_size, kv_size, v_size), strict=True))
     qkv = dict(parts[: {"": 3, "values": 2, "both": 1}[config.projects(context.index)]])
     q_norm, k_norm = (prefix + name for name in names.head_norms)
     make: Callable[..., Attention] = Attention
-    if config.output_gate:
+    if config.value_dim or config.value_scale != 1.0:
+        make = partial(NarrowValueAttention, value_dim=config.value_dim or dim, value_scale=config.value_scale)
+    elif config.output_gate:
         make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
     elif given is not None:
         make = partial(GivenAttention, step=StepKeys(given))
@@ -146,7 +149,7 @@ def compose_attention(context: LayerContext) -> Attention:
         ops=context.inner,
         attention_ops=read.backend.ops,
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
-        output=read.linear(prefix, {names.output: hidden}, q_size, config.output_bias),
+        output=read.linear(prefix, {names.output: hidden}, config.attended_in(context.index), config.output_bias),
         heads=HeadLayout(
             heads=config.num_heads,
             kv_heads=kv_heads,
@@ -174,7 +177,9 @@ def compose_attention(context: LayerContext) -> Attention:
         else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
-        sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
+        sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32)
+        if config.has_sinks(context.index)
+        else None,
         source=None if source == context.index else source,
     )
 

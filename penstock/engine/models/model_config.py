@@ -408,6 +408,11 @@ class ModelConfig:
     """Whether in layers that see everything values are keys as they are projected."""
     normed_values: bool = False
     """Whether each head of values is normalized, without weights."""
+    value_dim: int = 0
+    """Size of a head of values, where it is smaller than that of a query (with `layer_heads`); 0: the same. The cache
+    has that of queries."""
+    value_scale: float = 1.0
+    """Factor of the values."""
     ffn_sizes: tuple[int, ...] = ()
     """Width of each layer's dense feed-forward, where layers differ in it; empty: `ffn_size`."""
     ffn_kinds: tuple[int, ...] = ()
@@ -477,6 +482,8 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap) before the softmax."""
     attention_sinks: bool = False
     """Whether every head has a score of its own in its softmax that stands for no key."""
+    window_sinks: bool = False
+    """Whether that is so in layers with a window alone."""
     logit_softcap: float | None = None
     latent: LatentConfig | None = None
     compression: CompressionConfig | None = None
@@ -505,6 +512,18 @@ class ModelConfig:
     def heads_in(self, layer: int) -> tuple[int, int]:
         """Number of KV heads, and size of a head."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def values_in(self, layer: int) -> int:
+        """Numbers that a layer projects as values."""
+        kv_heads, dim = self.heads_in(layer)
+        return kv_heads * (self.value_dim or dim)
+
+    def attended_in(self, layer: int) -> int:
+        """Numbers that a layer's heads give."""
+        return self.num_heads * (self.value_dim or self.heads_in(layer)[1])
+
+    def has_sinks(self, layer: int) -> bool:
+        return self.attention_sinks and not (self.window_sinks and self.windows[layer] is None)
 
     def ffn_in(self, layer: int) -> int:
         """Width of the layer's dense feed-forward."""

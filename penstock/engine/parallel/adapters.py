@@ -155,8 +155,8 @@ def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[
         return (0, site.inputs), tuple((0, size) for size in site.sizes)
     if model.layer_heads and site.attribute == "qkv":
         dim = site.sizes[0] // model.num_heads
-        keys = (_times(kv_head_span(model, place, size // dim), dim) for size in site.sizes[1:])
-        return hidden, (_times(head_span(model, place), dim), *keys)
+        queries, heads = _times(head_span(model, place), dim), site.sizes[1] // dim if site.sizes[1:] else 0
+        return hidden, (queries, *(_times(kv_head_span(model, place, heads), size // heads) for size in site.sizes[1:]))
     if model.layer_heads and site.attribute == "output":
         return _times(head_span(model, place), site.inputs // model.num_heads), (hidden,)
     if model.ffn_sizes and site.attribute == "gate_up":

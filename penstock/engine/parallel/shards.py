@@ -238,14 +238,16 @@ def attention_cuts(model: ModelConfig, place: Place, kv_heads: int, dim: int) ->
     tensors = family_of(model.family).names
     (first, last), (kv_first, kv_last) = head_span(model, place), kv_head_span(model, place, kv_heads)
     q, kv = (first * dim, last * dim), (kv_first * dim, kv_last * dim)
+    wide = model.value_dim or dim
+    values, attended = (kv_first * wide, kv_last * wide), (first * wide, last * wide)
     queries, keys = model.num_heads * dim, kv_heads * dim
     query, key, value = tensors.qkv
     return {
         query: Cut(outputs=((2 * q[0], 2 * q[1]) if model.gated_attention else q,)),
         key: Cut(outputs=(kv,)),
-        value: Cut(outputs=(kv,)),
-        tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
-        tensors.output: Cut(inputs=q),
+        value: Cut(outputs=(values,)),
+        tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(values, queries + keys))),
+        tensors.output: Cut(inputs=attended),
     }
 
 

@@ -212,6 +212,10 @@ BASES: dict[str, dict[str, Any]] = {
                "rope_theta": ABSENT,
                "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5000.0},
                                    SLIDING: {"rope_type": "default", "rope_theta": 700.0}}},
+    "mimo_v2_flash": {**CORRECTED, "n_routed_experts": 6, "head_dim": 12, "v_head_dim": 8, "sliding_window": 20,
+                      "layer_types": [FULL, SLIDING] * 2, "rope_theta": ABSENT,
+                      "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 700.0,
+                                                 "partial_rotary_factor": 0.5} for kind in (FULL, SLIDING)}},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

@@ -19,7 +19,7 @@ from tests.engine.tiny import FAMILIES as TINY
 
 FAMILIES = (
     "lfm2", "lfm2-moe", "cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2",
-    "phi", "stablelm",
+    "phi", "stablelm", "mimo-v2-flash",
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
@@ -81,6 +81,16 @@ def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp
         pytest.param("lfm2-moe", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         ("stablelm-head-norms", 2, 1, {}),
         pytest.param("qwen4-exp", 2, 2, {}, marks=pytest.mark.slow),
+        ("mimo-v2-flash", 2, 3, {}),
+        pytest.param("mimo-v2-flash", 4, 1, {}, marks=pytest.mark.slow),
+        pytest.param("mimo-v2-flash", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "mimo-v2-flash-some-dense",
+            2,
+            2,
+            {"expert_parallel": True, "attention_parallel": "data"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("hrm-text", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("axk2", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("hy-v4", 2, 2, {"expert_parallel": True}, marks=pytest.mark.slow),

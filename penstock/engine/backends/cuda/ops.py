@@ -51,6 +51,7 @@ from penstock.engine.backends.interface import (
 )
 from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
+from penstock.engine.backends.reference.values import pad_values
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +213,11 @@ class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
         if isinstance(qkv, Addends):
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
         return head_gate.split(qkv, layout)
+
+    def pad_values(self, qkv: Tensor | Addends, layout: HeadLayout, value_dim: int, scale: float) -> Tensor:
+        if isinstance(qkv, Addends):
+            qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
+        return pad_values(qkv, layout, value_dim, scale)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

@@ -187,6 +187,11 @@ class AttentionOps(Protocol):
         gates, as `rope_and_cache` takes them, and the gates [T, heads * head_dim]."""
         ...
 
+    def pad_values(self, qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) -> Tensor:
+        """Rows whose heads of values have `value_dim` numbers as `rope_and_cache` takes them: values times `scale`,
+        with zeros behind those of each head."""
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """`x` times sigmoid of `gate`; may overwrite `x`."""
         ...

@@ -21,6 +21,7 @@ from penstock.engine.backends.reference import delta, latent, mamba, short_conv
 from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
+from penstock.engine.backends.reference.values import pad_values
 
 
 class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
@@ -45,6 +46,9 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)
+
+    def pad_values(self, qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) -> Tensor:
+        return pad_values(qkv, layout, value_dim, scale)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

@@ -63,6 +63,7 @@ from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.mamba2 import MAMBA2
 from penstock.engine.models.families.mellum import MELLUM
+from penstock.engine.models.families.mimo_v2_flash import MIMO_V2_FLASH
 from penstock.engine.models.families.minicpm3 import MINICPM3
 from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
 from penstock.engine.models.families.ministral import MINISTRAL
@@ -205,6 +206,7 @@ FAMILIES: dict[str, Family] = {
         AXK2,
         HY_V4,
         HRM_TEXT,
+        MIMO_V2_FLASH,
     )
 }
 """By `model_type`."""

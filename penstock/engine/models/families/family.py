@@ -68,6 +68,7 @@ class ConfigFields(TypedDict, total=False):
     qk_layer_norm: bool
     unrotated: tuple[bool, ...]
     attention_sinks: bool
+    window_sinks: bool
     attention_softcap: float | None
     compression: CompressionConfig
     delta: DeltaConfig
@@ -76,6 +77,8 @@ class ConfigFields(TypedDict, total=False):
     keys_as_values: bool
     layer_heads: tuple[tuple[int, int], ...]
     normed_values: bool
+    value_dim: int
+    value_scale: float
     token_inputs: TokenInputs | None
     embedding_scale: float
     virtual_scale: float | None

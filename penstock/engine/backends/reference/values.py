@@ -1,0 +1,17 @@
+"""Heads of values that are smaller than those of queries and keys (`Ops.pad_values`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.engine.backends.interface import HeadLayout
+
+
+def pad_values(qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) -> Tensor:
+    tokens, dim = len(qkv), layout.head_dim
+    before = (layout.heads + layout.kv_heads) * dim
+    values = qkv[:, before:].view(tokens, layout.kv_heads, value_dim) * scale
+    padded = F.pad(values, (0, dim - value_dim))
+    return torch.cat((qkv[:, :before], padded.view(tokens, layout.kv_heads * dim)), dim=1)

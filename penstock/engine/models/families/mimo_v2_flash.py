@@ -1,0 +1,159 @@
+"""MiMo-V2-Flash: windows with sinks and twice as many KV heads in most layers, heads of values smaller than those of
+keys, a third of each head rotated, and DeepSeek V3's experts without a shared one.
+
+Published files have a key for each of these; the reference reads few of them and takes for granted what the published
+model has. So those keys are held to what the reference computes. The layers for multi-token prediction of published
+checkpoints (`model.mtp`) are not read: the reference says nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.engine.models.families.family import (
+    SILU,
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    HFConfig,
+    Windows,
+    flag,
+    integer,
+    layer_count,
+    number,
+    window_of,
+    windows_by_type,
+)
+from penstock.engine.models.families.sigmoid_experts import CORRECTED_KEYS, corrected_sigmoids, sparse_by_type
+from penstock.engine.models.rope import RopeConfig, read_rope
+from penstock.errors import CheckpointError
+
+_FULL, _SLIDING, _PERIOD = "full_attention", "sliding_attention", 6
+_SHARE = 0.334
+"""Of each head, rotated where a file does not say how much."""
+_ROPES: Mapping[str, Mapping[str, Any]] = {
+    kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": _SHARE}
+    for kind, theta in ((_FULL, 5_000_000.0), (_SLIDING, 10_000.0))
+}
+"""Of files without rope parameters."""
+_LEFT_OUT_THETA = 10_000.0
+"""`rope_theta` of a file without it, which says nothing."""
+_MORE_KV_HEADS = 2
+"""Layers with a window have so many times the KV heads of others."""
+_PUBLISHED = frozenset({
+    "hybrid_layer_pattern", "layernorm_epsilon", "moe_layer_freq", "partial_rotary_factor", "rope_theta",
+    "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_rope_theta", "swa_v_head_dim",
+})  # fmt: skip
+_STORED_SINKS, _SINKS = "self_attn.attention_sink_bias", "self_attn.sinks"
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    windows, dim = _windows(raw), integer(raw, "head_dim")
+    kv_heads, heads = integer(raw, "num_key_value_heads"), integer(raw, "num_attention_heads")
+    windowed = kv_heads * _MORE_KV_HEADS
+    if any(windows) and heads % windowed:
+        raise CheckpointError(f"{heads} heads over {windowed} KV heads of layers with a window cannot be run")
+    value = integer(raw, "v_head_dim")
+    if value > dim:
+        raise CheckpointError(f"v_head_dim is {value}, above head_dim {dim}, which mimo_v2_flash models do not support")
+    scale = 1.0 if raw.get("attention_value_scale") is None else number(raw, "attention_value_scale")
+    sparse = sparse_by_type(raw, 1)
+    full, local = (_rope(raw, kind) for kind in (_FULL, _SLIDING))
+    _check_published(raw, windows, sparse, full, local)
+    return {
+        "qkv_bias": flag(raw, "attention_bias"),
+        "windows": windows,
+        "layer_heads": tuple((kv_heads if window is None else windowed, dim) for window in windows),
+        "value_dim": value if value < dim else 0,
+        "value_scale": scale,
+        "attention_sinks": any(windows),
+        "window_sinks": True,
+        "rope": full,
+        "local_rope": local,
+        "moe": corrected_sigmoids(
+            {
+                **raw,
+                "routed_scaling_factor": 1.0 if raw["routed_scaling_factor"] is None else raw["routed_scaling_factor"],
+            },
+            experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "n_routed_experts"),
+            layers=sparse,
+            shared=0,
+        ),
+    }
+
+
+def _windows(raw: HFConfig) -> Windows:
+    """`sliding_window_size` counts the tokens before one, `sliding_window` that one too."""
+    window = window_of(raw)
+    if raw.get("sliding_window_size") is not None:
+        window = integer(raw, "sliding_window_size") + 1
+    spaced = (None if not index or (index + 1) % _PERIOD == 0 else window for index in range(layer_count(raw)))
+    return windows_by_type(raw, window) or tuple(spaced)
+
+
+def _rope(raw: HFConfig, kind: str) -> RopeConfig:
+    ropes = _ROPES if raw.get("rope_parameters") is None else raw["rope_parameters"]
+    if (
+        raw.get("rope_scaling") is not None
+        or not isinstance(ropes, Mapping)
+        or not isinstance(ropes.get(kind), Mapping)
+    ):
+        raise CheckpointError(
+            f"rope_parameters of mimo_v2_flash models must have an object for {kind}, and there must be no "
+            f"rope_scaling; found {ropes!r:.80}"
+        )
+    return read_rope({"max_position_embeddings": raw["max_position_embeddings"]}, ropes[kind], partial=True)
+
+
+def _check_published(
+    raw: HFConfig, windows: Windows, sparse: tuple[bool, ...], full: RopeConfig, local: RopeConfig
+) -> None:
+    """CheckpointError for a key that says otherwise than what the reference, which does not read it, computes."""
+    computed: dict[str, Any] = {
+        "hybrid_layer_pattern": [int(window is not None) for window in windows],
+        "moe_layer_freq": [int(own) for own in sparse],
+        "layernorm_epsilon": raw["rms_norm_eps"],
+        "swa_num_attention_heads": raw["num_attention_heads"],
+        "swa_num_key_value_heads": raw["num_key_value_heads"] * _MORE_KV_HEADS,
+        "swa_head_dim": raw["head_dim"],
+        "swa_v_head_dim": raw["v_head_dim"],
+        "swa_rope_theta": local.theta,
+        "partial_rotary_factor": full.rotated,
+    }
+    if raw["rope_theta"] != _LEFT_OUT_THETA:
+        computed["rope_theta"] = full.theta
+    for key, value in computed.items():
+        given = raw.get(key)
+        if given is not None and given != value:
+            raise CheckpointError(
+                f"config.json: {key} is {given!r:.80}; transformers does not read it and computes with {value!r:.80}, "
+                "which is what is supported"
+            )
+
+
+def _own_name(name: str) -> str:
+    return name.replace(_STORED_SINKS, _SINKS)
+
+
+MIMO_V2_FLASH = Family(
+    model_type="mimo_v2_flash",
+    class_name="MiMoV2FlashForCausalLM",
+    fields=_fields,
+    reads=CORRECTED_KEYS
+    | _PUBLISHED
+    | {
+        "attention_bias", "attention_chunk_size", "attention_value_scale", "mlp_layer_types", "n_routed_experts",
+        "num_local_experts", "sliding_window", "sliding_window_size", "v_head_dim",
+    },
+    limits={
+        "hidden_act": SILU,
+        "add_full_attention_sink_bias": (False,),
+        "add_swa_attention_sink_bias": (True,),
+        "n_shared_experts": (None, 0),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
+    gguf=GGUFFormat(architectures=()),
+    own_name=_own_name,
+)  # fmt: skip
