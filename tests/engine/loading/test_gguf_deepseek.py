@@ -18,12 +18,12 @@ from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
 from penstock.engine.loading.expert_stacks import with_stacks
 from penstock.engine.models.families import family_of, read_config
 from penstock.errors import CheckpointError
-from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.mtp_layers import write_mtp
-from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny import FAMILIES, write_checkpoint
+from tests.engine.tiny.latent import DEEPSEEK, DEEPSEEK_ROPE, DSA, MISTRAL4, MISTRAL4_ROPE, V2_GROUPS, YOUTU
 
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 NAMES = {
@@ -47,42 +47,42 @@ NAMES = {
     **{f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
-ROPE = {**tiny.DEEPSEEK_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
+ROPE = {**DEEPSEEK_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
 """As in all published files, and as the format assumes: both magnitudes are the same."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v2-lite": ("DeepseekV2Config", {**tiny.DEEPSEEK, "q_lora_rank": None, "rope_parameters": ROPE}),
-    "v2-groups": ("DeepseekV2Config", {**tiny.DEEPSEEK, **tiny.V2_GROUPS}),
+    "v2-lite": ("DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": ROPE}),
+    "v2-groups": ("DeepseekV2Config", {**DEEPSEEK, **V2_GROUPS}),
     "v3": (
         "DeepseekV3Config",
-        {**tiny.DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": ROPE, "routed_scaling_factor": 2.5},
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": ROPE, "routed_scaling_factor": 2.5},
     ),
     "v3-unnormalized": (
         "DeepseekV3Config",
-        {**tiny.DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
     "v32": (
         "DeepseekV32Config",
-        {**tiny.DSA, "n_group": 4, "topk_group": 2, "rope_parameters": {**tiny.DEEPSEEK_ROPE, "mscale": 1.0}},
+        {**DSA, "n_group": 4, "topk_group": 2, "rope_parameters": {**DEEPSEEK_ROPE, "mscale": 1.0}},
     ),
     "glm-dsa": (
         "GlmMoeDsaConfig",
-        {**tiny.DSA, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "full", "shared"]},
+        {**DSA, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "full", "shared"]},
     ),
     "mistral4": (
         "Mistral4Config",
-        {**tiny.MISTRAL4, "rope_parameters": {**tiny.MISTRAL4_ROPE, "mscale": 1.0}},
+        {**MISTRAL4, "rope_parameters": {**MISTRAL4_ROPE, "mscale": 1.0}},
     ),
     "minicpm3": (
         "MiniCPM3Config",
-        {**tiny.YOUTU, "v_head_dim": 16, "dim_model_base": 256, "scale_emb": 12, "scale_depth": 1.4},
+        {**YOUTU, "v_head_dim": 16, "dim_model_base": 256, "scale_emb": 12, "scale_depth": 1.4},
     ),
-    "youtu": ("YoutuConfig", tiny.YOUTU),
-    "dense": ("DeepseekV2Config", {**tiny.DEEPSEEK, "first_k_dense_replace": 3}),
+    "youtu": ("YoutuConfig", YOUTU),
+    "dense": ("DeepseekV2Config", {**DEEPSEEK, "first_k_dense_replace": 3}),
 }
 
 
 def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(tiny.FAMILIES, "converted", MODELS[name])
+    monkeypatch.setitem(FAMILIES, "converted", MODELS[name])
     return write_checkpoint("converted", folder)
 
 
@@ -317,7 +317,7 @@ def test_files_from_before_groups_choose_among_all_experts(tmp_path: Path, monke
 @pytest.mark.slow
 def test_the_layer_for_multi_token_prediction_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the converter writes it for GLM-4.7-Flash, whose files are of this architecture."""
-    monkeypatch.setitem(tiny.FAMILIES, "converted", MODELS["v3"])
+    monkeypatch.setitem(FAMILIES, "converted", MODELS["v3"])
     folder = write_mtp("converted", tmp_path)
     request = greedy("a", [23 * i % 199 for i in range(40)], 12)
     expected = generate(make_engine(folder), request)

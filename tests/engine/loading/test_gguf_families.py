@@ -16,12 +16,12 @@ from safetensors.numpy import load_file
 
 from penstock.engine.loading.gguf_rope import llama3_factors
 from penstock.engine.models.families import FAMILIES
-from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.loading.test_gguf_checkpoint import interleaved
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.mtp_layers import write_mtp
+from tests.engine.tiny import FAMILIES as TINY
 from tests.engine.tiny import write_checkpoint
 
 ARCHITECTURES = {
@@ -458,7 +458,7 @@ def convert(
 def test_every_family_is_converted() -> None:
     """So that a family cannot be registered without GGUF names that work."""
     architectures = ARCHITECTURES | ELSEWHERE
-    tested = {getattr(transformers, tiny.FAMILIES[family][0]).model_type for family in architectures}
+    tested = {getattr(transformers, TINY[family][0]).model_type for family in architectures}
     assert tested == {name for name, family in FAMILIES.items() if family.gguf.architectures}
     read = {name for family in FAMILIES.values() for name in family.gguf.architectures}
     assert {*architectures.values(), *OF_IMAGES} == read
@@ -469,7 +469,7 @@ def test_every_family_is_converted() -> None:
 )
 def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the format does not say, converters leave to the reader: the usual scale and pattern of windows.
-    name, overrides = tiny.FAMILIES[family]
+    name, overrides = TINY[family]
     usual = {"query_pre_attn_scalar": 32} if "query_pre_attn_scalar" in overrides else {}
     usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
     usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
@@ -482,7 +482,7 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     usual |= {"routed_scaling_factor": 1.0} if family == "lfm2-moe" else {}
     usual |= EXPLICIT.get(family, {})
     usual |= {"swiglu_limit": 7.0} if "swiglu_limit" in overrides else {}
-    monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
+    monkeypatch.setitem(TINY, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)
     prompt = [23 * i % 199 for i in range(150)]
     expected = generate(make_engine(folder), greedy("a", prompt, 16))

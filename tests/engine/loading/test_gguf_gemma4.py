@@ -21,7 +21,8 @@ from penstock.errors import CheckpointError
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.loading.test_gguf_families import GEMMA_NAMES, NAMES
-from tests.engine.tiny import FULL, SLIDING, write_checkpoint
+from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny.common import FULL, SLIDING
 
 TOP = {
     "embed_tokens": "token_embd",

@@ -18,7 +18,8 @@ from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.loading.test_gguf_checkpoint import interleaved
 from tests.engine.parallel.threads import threaded_engine
-from tests.engine.tiny import ATTENTION, MAMBA, write_checkpoint
+from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny.states import ATTENTION, MAMBA
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite4, experts": ("granite4-hybrid", "granitehybrid", {}),

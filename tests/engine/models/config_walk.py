@@ -24,7 +24,7 @@ from penstock.engine.models.families.config_keys import reference_of
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, PenstockError
 from tests.engine.harness import drain, make_engine
-from tests.engine.tiny import AutoModelForCausalLM
+from tests.engine.tiny.checkpoints import AutoModelForCausalLM
 
 PROMPT = [(23 * i + i * i // 5) % 61 for i in range(60)]
 PREFILL = 54

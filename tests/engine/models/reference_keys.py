@@ -27,7 +27,8 @@ from transformers.modeling_rope_utils import RopeParameters
 from penstock.engine.loading.keys import ABSENT
 from penstock.engine.models.families import TEXT_TYPES, WRAPPERS
 from tests.engine.multimodal import TEXT_TYPES as TINY_TEXT_TYPES
-from tests.engine.tiny import COMMON, FAMILIES, AutoModelForCausalLM
+from tests.engine.tiny import COMMON, FAMILIES
+from tests.engine.tiny.checkpoints import AutoModelForCausalLM
 
 TARGET = Path(__file__).parents[3] / "penstock/engine/models/reference_keys.py"
 TRACED = tuple(sorted({config: name for name, (config, _) in reversed(FAMILIES.items())}.values()))

@@ -26,7 +26,8 @@ from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
-from tests.engine.tiny import DSA, Reference, write_checkpoint
+from tests.engine.tiny import Reference, write_checkpoint
+from tests.engine.tiny.latent import DSA
 
 slow = pytest.mark.slow
 FAMILIES = ("deepseek-v32", "glm-dsa")

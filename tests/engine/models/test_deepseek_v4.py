@@ -28,7 +28,8 @@ from penstock.errors import CheckpointError, ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
-from tests.engine.tiny import DEEPSEEK_V4, V4_MIXERS, Reference, write_checkpoint
+from tests.engine.tiny import Reference, write_checkpoint
+from tests.engine.tiny.latent import DEEPSEEK_V4, V4_MIXERS
 
 slow = pytest.mark.slow
 RATE, DIM = 5, 6
