@@ -1,5 +1,5 @@
-"""Kernels that this CPU would not choose are compiled for these tests alone: with fewer optimizations, in half the
-time."""
+"""Kernels of the plain C++ set, which most CPUs would not choose, are compiled for slow tests alone: with fewer
+optimizations, in half the time."""
 
 from __future__ import annotations
 

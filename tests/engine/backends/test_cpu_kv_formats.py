@@ -16,7 +16,7 @@ from penstock.engine.backends.reference.ops import ReferenceOps
 from tests.engine.backends.test_cpu_ops import CASES, DTYPES, TOLERANCE, exact_attention, make_batch
 
 
-@pytest.fixture(scope="module", params=["reference", "native", "generic"])
+@pytest.fixture(scope="module", params=["reference", "native", pytest.param("generic", marks=pytest.mark.slow)])
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()

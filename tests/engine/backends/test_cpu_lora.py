@@ -35,7 +35,7 @@ def adapter(rank: int, dtype: torch.dtype, skip: int | None = None) -> LoadedAda
     return LoadedAdapter("", rank, "", torch.randn(rank * LAYOUT.unit).to(dtype), ranks)
 
 
-@pytest.mark.parametrize("isa", ["native", "generic"])
+@pytest.mark.parametrize("isa", ["native", pytest.param("generic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dtype", "kept", "tolerance"),
     [

@@ -19,7 +19,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """A few units in the last place: the two sides round at different moments."""
 
 
-@pytest.fixture(scope="module", params=[("native", 1), ("native", 2), ("generic", 2)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[("native", 1), ("native", 2), pytest.param(("generic", 2), marks=pytest.mark.slow)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     isa, threads = request.param
     if not cpu.status(isa).available:
