@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, ClampedSilu, Clip, HeadLayout, Xielu
+from penstock.engine.backends.interface import (
+    Activation,
+    ActivationOps,
+    AttentionBatch,
+    BoundedSilu,
+    ClampedSilu,
+    Clip,
+    HeadLayout,
+    Xielu,
+)
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -125,8 +134,9 @@ def compose_attention(context: LayerContext) -> Attention:
     shared, source = config.shares(context.index), config.source_of(context.index)
     given, stage = config.given_to(context.index), config.stage
     prefix, hidden = context.prefix + names.attention, config.hidden_size
-    q_size, kv_size, v_size = config.num_heads * dim, kv_heads * dim, config.values_in(context.index)
-    q_gains, k_gains = ((config.num_heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
+    heads = config.queries_in(context.index)
+    q_size, kv_size, v_size = heads * dim, kv_heads * dim, config.values_in(context.index)
+    q_gains, k_gains = ((heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
     plain_norms = config.rotated_qk_norm or (config.unweighted_qk_norm and not unrotated)
     ones = read.ones(dim) if plain_norms else None
@@ -140,7 +150,10 @@ def compose_attention(context: LayerContext) -> Attention:
     if config.value_dim or config.value_scale != 1.0:
         make = partial(NarrowValueAttention, value_dim=config.value_dim or dim, value_scale=config.value_scale)
     elif config.output_gate:
-        make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+        # One number for each head is as little to read as a router's, and decides on as much.
+        gate = (read.dense() if config.head_gates else read).linear
+        rows = {names.output_gate: config.gates_in(context.index)}
+        make = partial(OutputGatedAttention, output_gate=gate(prefix, rows, hidden))
     elif given is not None:
         make = partial(GivenAttention, step=StepKeys(given))
     elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
@@ -151,7 +164,7 @@ def compose_attention(context: LayerContext) -> Attention:
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
         output=read.linear(prefix, {names.output: hidden}, config.attended_in(context.index), config.output_bias),
         heads=HeadLayout(
-            heads=config.num_heads,
+            heads=heads,
             kv_heads=kv_heads,
             head_dim=dim,
             scale=config.attention_scale,
@@ -177,7 +190,7 @@ def compose_attention(context: LayerContext) -> Attention:
         else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
-        sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32)
+        sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32)
         if config.has_sinks(context.index)
         else None,
         source=None if source == context.index else source,
@@ -216,7 +229,9 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
 def compose_mlp(context: LayerContext, at: str, ffn: int, ops: ActivationOps) -> GatedMlp:
     """One that every token visits; `at`: what its names begin with."""
     names, bias = context.names, context.config.mlp_bias
-    return _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+    made = _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+    bound = context.config.bound_in(context.index)
+    return replace(made, activation=BoundedSilu(bound)) if bound else made
 
 
 def _gated(
@@ -275,7 +290,9 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
 
-    bound = ClampedSilu(moe.clamp) if moe.clamp else None
+    bound: Activation | None = ClampedSilu(moe.clamp) if moe.clamp else None
+    if moe.bounds and moe.bounds[context.index]:
+        bound = BoundedSilu(moe.bounds[context.index])
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:

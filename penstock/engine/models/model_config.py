@@ -56,6 +56,9 @@ class MoeConfig:
     """What experts of other groups score when experts are chosen."""
     clamp: float = 0.0
     """How far the gates and inputs of experts reach (`ClampedSilu`), where that is so of these alone; 0: no bound."""
+    bounds: tuple[float, ...] = ()
+    """Of each layer: how far activated gates and inputs of experts reach (`BoundedSilu`), 0 where there is no bound;
+    empty: nowhere. See `ModelConfig.bounds`."""
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
     total_eps: float = SMALL_TOTAL
@@ -402,6 +405,8 @@ class ModelConfig:
     head_dim: int
     layer_heads: tuple[tuple[int, int], ...] = ()
     """Number of KV heads and size of a head of each layer, where layers differ in them; empty: those above."""
+    layer_queries: tuple[int, ...] = ()
+    """Number of query heads of each layer, where layers differ in it (with `layer_heads`); empty: `num_heads`."""
     key_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to; empty: its own, everywhere."""
     keys_as_values: bool = False
@@ -454,6 +459,8 @@ class ModelConfig:
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
+    bounds: tuple[float, ...] = ()
+    """The same as of experts, of dense feed-forwards and of the expert that all tokens visit."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Factors of what a dense feed-forward's gate matrix gives, and of what the feed-forward gives."""
     moe: MoeConfig | None = None
@@ -466,6 +473,8 @@ class ModelConfig:
     """Whether the query projection also gives a gate for each head's output."""
     output_gate: bool = False
     """Whether a matrix of its own gives such a gate."""
+    head_gates: bool = False
+    """Whether that gate is one number for each head (with `layer_heads`)."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     out_norm_scale: float = 1.0
@@ -518,9 +527,26 @@ class ModelConfig:
         kv_heads, dim = self.heads_in(layer)
         return kv_heads * (self.value_dim or dim)
 
+    def queries_in(self, layer: int) -> int:
+        """Number of query heads."""
+        return self.layer_queries[layer] if self.layer_queries else self.num_heads
+
+    @property
+    def most_queries(self) -> int:
+        """Query heads of the layer with the most of them."""
+        return max((self.num_heads, *self.layer_queries))
+
     def attended_in(self, layer: int) -> int:
         """Numbers that a layer's heads give."""
-        return self.num_heads * (self.value_dim or self.heads_in(layer)[1])
+        return self.queries_in(layer) * (self.value_dim or self.heads_in(layer)[1])
+
+    def gates_in(self, layer: int) -> int:
+        """Numbers that the matrix of a layer's output gate gives."""
+        return self.queries_in(layer) if self.head_gates else self.attended_in(layer)
+
+    def bound_in(self, layer: int) -> float:
+        """See `bounds`."""
+        return self.bounds[layer] if self.bounds else 0.0
 
     def has_sinks(self, layer: int) -> bool:
         return self.attention_sinks and not (self.window_sinks and self.windows[layer] is None)

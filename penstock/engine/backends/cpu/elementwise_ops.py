@@ -29,7 +29,7 @@ class ElementwiseOps(NativeOps):
         return torch.cat([F.softplus(row).sqrt() for row in rows])
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * self.sigmoid(gate)
+        return by_heads(x, self.sigmoid(gate))
 
     def widen(self, x: Tensor) -> Tensor:
         need_contiguous(x, "x")
@@ -102,6 +102,9 @@ class ElementwiseOps(NativeOps):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         return self._gate_mul(self._lib.pk_clamped_swiglu, gate_up, alpha, limit)
+
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> Tensor:
+        return self._gate_mul(self._lib.pk_bounded_silu, gate_up, limit)
 
     def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
         need_contiguous(x, "x")

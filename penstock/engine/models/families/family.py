@@ -70,12 +70,14 @@ class ConfigFields(TypedDict, total=False):
     attention_sinks: bool
     window_sinks: bool
     attention_softcap: float | None
+    bounds: tuple[float, ...]
     compression: CompressionConfig
     delta: DeltaConfig
     ffn_sizes: tuple[int, ...]
     key_sources: tuple[int, ...]
     keys_as_values: bool
     layer_heads: tuple[tuple[int, int], ...]
+    layer_queries: tuple[int, ...]
     normed_values: bool
     value_dim: int
     value_scale: float
@@ -89,6 +91,7 @@ class ConfigFields(TypedDict, total=False):
     layer_ropes: tuple[RopeConfig, ...]
     out_norm_scale: float
     output_gate: bool
+    head_gates: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
