@@ -337,7 +337,8 @@ def adapter_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     first, last = _span(deployment, stage)
     tensor, inputs = deployment.tensor_parallel, 0
     for layer in range(first, last):
-        inputs += (3 + shape.output_gate) * shape.hidden + shape.heads * shape.head_dim // tensor
+        attended = shape.heads_in(layer).queries * shape.head_dim // tensor
+        inputs += (3 + shape.output_gate) * shape.hidden + attended
         if shape.moe is None or not shape.moe.layers[layer]:
             inputs += 2 * shape.hidden + shape.ffn // tensor
     if shape.kept_layers:
@@ -367,8 +368,9 @@ def _adapted_attention(deployment: Deployment, layer: int) -> tuple[int, int]:
     if mla is not None:
         indexed, routed = bool(mla.indexed) and mla.indexed[layer], shape.moe is not None and shape.moe.layers[layer]
         return mla.adapted(hidden, heads, shape.output_gate, indexed, routed)
+    heads = shape.heads_in(layer).queries // deployment.tensor_parallel
     queries, keys = heads * shape.head_dim, deployment.kv_heads_per_device * shape.head_dim
-    gates = queries if shape.gated_attention else 0
+    gates = (heads if shape.head_gates else queries) if shape.gated_attention else 0
     return (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
 
 

@@ -81,12 +81,14 @@ class LayerParts:
 
 
 class LayerHeads(NamedTuple):
-    """The keys and values of one layer."""
+    """The heads of one layer."""
 
     kv_heads: int
     head_dim: int
     projected: int
-    """Matrices that make them: 1 where values are keys as they are projected, 0 where they are another layer's."""
+    """Matrices that make keys and values: 1 where values are keys as they are projected, 0 where they are another
+    layer's."""
+    queries: int
 
 
 class LayerKind(NamedTuple):
@@ -161,7 +163,8 @@ class ModelShape:
     gated_attention: bool = False
     output_gate: bool = False
     """Whether its gates have a matrix of their own."""
-    """Whether queries come with a gate of the same size."""
+    head_gates: bool = False
+    """Whether that gives one number for each head."""
     moe: Moe | None = None
     mla: Mla | None = None
     delta: Delta | None = None
@@ -193,7 +196,7 @@ class ModelShape:
         return self._parts(self._kind(index))
 
     def heads_in(self, index: int) -> LayerHeads:
-        return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2)
+        return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2, self.heads)
 
     def _kind(self, index: int) -> LayerKind:
         moe, mla, compression, recurrent = self.moe, self.mla, self.compression, self.recurrent
@@ -268,14 +271,14 @@ class ModelShape:
             latent = self.compression.for_all_heads(hidden, kind.rate, kind.indexed)
             small += self.compression.others(hidden, kind.rate, kind.indexed)
         else:
-            dim, own = kind.heads.head_dim, kind.heads.projected
-            q_size, kv_size = self.heads * dim, kind.heads.kv_heads * dim
-            gates = q_size if self.gated_attention else 0
+            dim, own, heads = kind.heads.head_dim, kind.heads.projected, kind.heads.queries
+            q_size, kv_size = heads * dim, kind.heads.kv_heads * dim
+            gates = (heads if self.head_gates else q_size) if self.gated_attention else 0
             narrower = dim - (self.value_dim or dim)
             made = own * kv_size - kind.heads.kv_heads * narrower
-            query_output, key_value = hidden * (2 * q_size + gates - self.heads * narrower), hidden * made
+            query_output, key_value = hidden * (2 * q_size + gates - heads * narrower), hidden * made
             latent = 0
-            small += (q_size + gates + made if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            small += (q_size + (0 if self.head_gates else gates) + made if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += (2 if own else 1) * dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
             if mixer is not None:

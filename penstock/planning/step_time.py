@@ -281,12 +281,16 @@ def _windows(deployment: Deployment) -> tuple[Window, ...]:
         return _entry_windows(shape.compression, deployment.kv_bytes)
     if shape.layer_heads:
         found: Counter[tuple[int | None, int, int]] = Counter(
-            (window, 2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim, heads.head_dim)
+            (
+                window,
+                2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim,
+                heads.queries * heads.head_dim,
+            )
             for window, heads in zip(shape.windows, shape.layer_heads, strict=True)
         )
         return tuple(
-            Window(count * elements * deployment.kv_bytes, count * 4 * shape.heads * dim, length)
-            for (length, elements, dim), count in found.items()
+            Window(count * elements * deployment.kv_bytes, count * 4 * attended, length)
+            for (length, elements, attended), count in found.items()
         )
     if mla is None:
         elements = 2 * deployment.kv_heads_per_device * shape.head_dim

@@ -167,13 +167,16 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
     for kind in product((False, True), (False, True) if config.key_sources else (False,)):
         found = next((layer for layer in every if kinds[layer] == kind), 0)
         (kv_heads, dim), shared = config.heads_in(found), config.projects(found)
-        queries, keys, values = config.num_heads * dim, kv_heads * dim, config.values_in(found)
+        queries, keys, values = config.queries_in(found) * dim, kv_heads * dim, config.values_in(found)
         parts = {"": 3, "values": 2, "both": 1}[shared]
         modules = tuple(names.attention + part for part in names.qkv)[:parts]
         of: dict[str, Any] = {"of_attention": True, "layers": tuple(own == kind for own in kinds)}
         sites.append(Site("qkv", modules, (queries, keys, values)[:parts], hidden, **of))
         output = names.attention + names.output
         sites.append(Site("output", (output,), (hidden,), config.attended_in(found), **of))
+        if config.output_gate:
+            gate = names.attention + names.output_gate
+            sites.append(Site("output_gate", (gate,), (config.gates_in(found),), hidden, **of))
     return tuple(sites)
 
 

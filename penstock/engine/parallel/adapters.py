@@ -153,12 +153,17 @@ def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[
     if "." in site.attribute or site.attribute in INPUT_GATES:
         # What chooses tokens, makes entries of them or gates what layers read is everywhere.
         return (0, site.inputs), tuple((0, size) for size in site.sizes)
-    if model.layer_heads and site.attribute == "qkv":
-        dim = site.sizes[0] // model.num_heads
-        queries, heads = _times(head_span(model, place), dim), site.sizes[1] // dim if site.sizes[1:] else 0
-        return hidden, (queries, *(_times(kv_head_span(model, place, heads), size // heads) for size in site.sizes[1:]))
-    if model.layer_heads and site.attribute == "output":
-        return _times(head_span(model, place), site.inputs // model.num_heads), (hidden,)
+    if model.layer_heads and site.of_attention:
+        queries = model.queries_in(site.layers.index(True) if site.layers and True in site.layers else 0)
+        span = head_span(model, place, queries)
+        if site.attribute == "output":
+            return _times(span, site.inputs // queries), (hidden,)
+        of_queries = _times(span, site.sizes[0] // queries)
+        if site.attribute == "output_gate":
+            return hidden, (of_queries,)
+        heads = site.sizes[1] // (site.sizes[0] // queries) if site.sizes[1:] else 0
+        of_keys = kv_head_span(model, place, heads) if heads else (0, 0)
+        return hidden, (of_queries, *(_times(of_keys, size // heads) for size in site.sizes[1:]))
     if model.ffn_sizes and site.attribute == "gate_up":
         return hidden, tuple(even_span(size, place) for size in site.sizes)
     if model.ffn_sizes and site.attribute == "down":

@@ -115,6 +115,7 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         widths.append(model.short_conv.channels)
     if model.compression is not None:
         widths.append(model.compression.output_groups)
+    kv_fits = kv_fits and all(heads % tensor == 0 for heads in model.layer_queries)
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -142,13 +143,14 @@ def stage_span(model: ModelConfig, place: Place) -> Span:
     return layer_span(model.num_layers, place, model.stage_starts)
 
 
-def head_span(model: ModelConfig, place: Place) -> Span:
-    """The query heads of a shard."""
-    return even_span(model.num_heads, place)
+def head_span(model: ModelConfig, place: Place, heads: int = 0) -> Span:
+    """The query heads of a shard; `heads`: of layers that have another number of them."""
+    return even_span(heads or model.num_heads, place)
 
 
 def kv_head_span(model: ModelConfig, place: Place, kv_heads: int = 0) -> Span:
-    """The KV heads that a shard's query heads attend to; `kv_heads`: of layers that have another number of them."""
+    """The KV heads that a shard's query heads attend to, however many these are; `kv_heads`: of layers that have another
+    number of them."""
     begin, end = head_span(model, place)
     group = model.num_heads // (kv_heads or model.num_kv_heads)
     return begin // group, -(-end // group)
@@ -180,6 +182,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             shard=place.shard,
             shared_ffn_size=moe.shared_ffn_size // parts,
             hashed=moe.hashed[first:last],
+            bounds=moe.bounds[first:last],
         )
     delta = model.delta
     if delta is not None:
@@ -223,6 +226,8 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_kv_heads=kv_last - kv_first,
         ffn_size=model.ffn_size // parts,
         layer_heads=tuple(layer_heads),
+        layer_queries=tuple(heads // parts for heads in model.layer_queries[first:last]),
+        bounds=model.bounds[first:last],
         key_sources=_own_sources(model, first, last),
         stage=_stage(model, place),
         ffn_sizes=tuple(width // parts for width in model.ffn_sizes[first:last]),

@@ -125,6 +125,7 @@ class Cuts:
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
         self._shared = self._dense if model.moe is None else self._gated(model.moe.shared_ffn_size, *dense)
         self._shared_prefix = f".{tensors.shared_expert}"
+        self._has_shared = model.moe is not None and model.moe.shared_ffn_size > 0
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards
         if model.moe is not None and model.moe.latent:
@@ -134,7 +135,8 @@ class Cuts:
         """Of layers that differ in their heads or in the width of their feed-forward."""
         if not place.data and (model.layer_heads or model.ffn_sizes):
             for index in range(model.num_layers):
-                own = attention_cuts(model, place, *model.heads_in(index))
+                own = attention_cuts(model, place, *model.heads_in(index), model.queries_in(index))
+                own |= self._gate_cuts(model, tensors.output_gate, model.gates_in(index))
                 self._by_layer.append(own | self._gated(model.ffn_in(index), *dense))
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}
@@ -175,6 +177,9 @@ class Cuts:
             down: inputs,
         }
 
+    def _gate_cuts(self, model: ModelConfig, gate: str, rows: int) -> dict[str, Cut]:
+        return {gate: Cut(outputs=(even_span(rows, self.place),))} if model.output_gate else {}
+
     def names(self) -> Collection[str]:
         return self._names.keys()
 
@@ -195,7 +200,7 @@ class Cuts:
             return self._head
         if name.endswith(SINKS):
             return self._sinks
-        if self._gate and self._gate in name:
+        if self._gate and self._gate in name and not self._by_layer:
             return WHOLE if self.place.data else self._gate_cut
         if f".{POOL}" in name or f".{NGRAMS}" in name:
             return WHOLE  # entries and what chooses them are the same for all heads; n-grams belong to the streams
@@ -207,7 +212,8 @@ class Cuts:
         if self._channel_delta and self._mixer in name and self._recurrent[self._layer(name)]:
             return self._channel_delta.get(name.rpartition(".")[2]) or self._channel_delta.get(module, WHOLE)
         found = _LAYER.fullmatch(name) if self._by_layer else None
-        if found is not None and ".experts." not in name:
+        shared = self._has_shared and self._shared_prefix in name
+        if found is not None and ".experts." not in name and not shared:
             return self._by_layer[self._layer(name)].get(module, WHOLE)
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
@@ -233,14 +239,14 @@ class Cuts:
         return cut.apply(tensor)
 
 
-def attention_cuts(model: ModelConfig, place: Place, kv_heads: int, dim: int) -> dict[str, Cut]:
-    """Of attention with heads of this number and size."""
+def attention_cuts(model: ModelConfig, place: Place, kv_heads: int, dim: int, heads: int = 0) -> dict[str, Cut]:
+    """Of attention with heads of this number and size; `heads`: see `head_span`."""
     tensors = family_of(model.family).names
-    (first, last), (kv_first, kv_last) = head_span(model, place), kv_head_span(model, place, kv_heads)
+    (first, last), (kv_first, kv_last) = head_span(model, place, heads), kv_head_span(model, place, kv_heads)
     q, kv = (first * dim, last * dim), (kv_first * dim, kv_last * dim)
     wide = model.value_dim or dim
     values, attended = (kv_first * wide, kv_last * wide), (first * wide, last * wide)
-    queries, keys = model.num_heads * dim, kv_heads * dim
+    queries, keys = (heads or model.num_heads) * dim, kv_heads * dim
     query, key, value = tensors.qkv
     return {
         query: Cut(outputs=((2 * q[0], 2 * q[1]) if model.gated_attention else q,)),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from penstock.engine.backends.cpu.layout import LayoutError, dtype_code, need, need_contiguous
 from penstock.engine.backends.cpu.native_ops import NativeOps
 from penstock.engine.backends.interface import Clip, Pointwise, Xielu
+from penstock.engine.backends.reference.values import by_heads
 
 _POINTWISE: Final = {"relu2": 0, "plain_gelu": 1, "plain_gelu_tanh": 2}
 """As elementwise/pointwise.cpp counts them."""
