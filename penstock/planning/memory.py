@@ -415,7 +415,7 @@ def activation_bytes(deployment: Deployment) -> int:
     same time, for as many tokens as the budget allows."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
     size = deployment.weights.dense_bytes
-    heads = shape.heads // tensor
+    heads = max(shape.query_heads) // tensor
     stream = 2 * shape.hidden
     if shape.mla is None:
         attention = (2 * heads + 2 * deployment.kv_heads_per_device) * shape.head_dim
@@ -441,7 +441,7 @@ def gathered_bytes(deployment: Deployment) -> int:
         and shape.mla is None
         and not shape.sinks
         and shape.head_dim == _GATHERED_DIM
-        and shape.heads <= _GATHERED_GROUP * shape.kv_heads
+        and min(shape.query_heads) <= _GATHERED_GROUP * shape.kv_heads
     )
     quantized = deployment.kv_format in ("fp8", "int8")
     return GATHERED_BYTES * (1 + quantized) if gathers else 0

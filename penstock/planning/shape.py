@@ -198,6 +198,11 @@ class ModelShape:
     def heads_in(self, index: int) -> LayerHeads:
         return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2, self.heads)
 
+    @property
+    def query_heads(self) -> frozenset[int]:
+        """How many of them layers have."""
+        return frozenset({self.heads, *(heads.queries for heads in self.layer_heads)})
+
     def _kind(self, index: int) -> LayerKind:
         moe, mla, compression, recurrent = self.moe, self.mla, self.compression, self.recurrent
         indexed = mla is not None and bool(mla.indexed) and mla.indexed[index]

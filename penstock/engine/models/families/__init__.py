@@ -91,6 +91,7 @@ from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.stablelm import STABLELM
 from penstock.engine.models.families.starcoder2 import STARCODER2
+from penstock.engine.models.families.step3p5 import STEP3P5
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.text_types import TEXT_TYPES
 from penstock.engine.models.families.youtu import YOUTU
@@ -207,6 +208,7 @@ FAMILIES: dict[str, Family] = {
         HY_V4,
         HRM_TEXT,
         MIMO_V2_FLASH,
+        STEP3P5,
     )
 }
 """By `model_type`."""
@@ -337,6 +339,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
         vocab_size=integer(raw, "vocab_size"),
         sandwich_norms=bool(family.names.mixer_out_norm or family.names.feed_forward_out_norm),
         norm_offset=family.norm_offset,
+        head_gates=family.names.head_gates,
         **fields,
     )
 

@@ -91,7 +91,6 @@ class ConfigFields(TypedDict, total=False):
     layer_ropes: tuple[RopeConfig, ...]
     out_norm_scale: float
     output_gate: bool
-    head_gates: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
