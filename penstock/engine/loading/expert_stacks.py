@@ -1,8 +1,8 @@
 """Checkpoints that store a layer's experts as two stacks of ordinary matrices, under the names of ordinary experts.
 
 The stacks are [experts, 2 * ffn, hidden], gate above up, and [experts, hidden, ffn]; `TensorNames.expert_stacks` has
-their names. Where experts have no gate, the first is [experts, ffn, hidden]. Gate and up may also be a stack each, under
-the name of an expert's matrix without its number. A part of a stack is a view of the file.
+their names. Where experts have no gate, the first is [experts, ffn, hidden]. Gate and up may also be a stack each,
+under the name of an expert's matrix without its number. A part of a stack is a view of the file.
 
 Stacks in FP8 have their scales beside them (`_scale`, `_scale_inv`), which are taken apart like the matrices: a number
 for each expert, or for the rows or tiles of each.
@@ -20,7 +20,6 @@ from penstock.engine.loading.fp8 import SCALES, Tile, tile_of
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
-
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys that say how many experts there are."""

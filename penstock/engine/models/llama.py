@@ -190,9 +190,7 @@ def compose_attention(context: LayerContext) -> Attention:
         else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
-        sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32)
-        if config.has_sinks(context.index)
-        else None,
+        sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32) if config.has_sinks(context.index) else None,
         source=None if source == context.index else source,
     )
 

@@ -149,8 +149,8 @@ def head_span(model: ModelConfig, place: Place, heads: int = 0) -> Span:
 
 
 def kv_head_span(model: ModelConfig, place: Place, kv_heads: int = 0) -> Span:
-    """The KV heads that a shard's query heads attend to, however many these are; `kv_heads`: of layers that have another
-    number of them."""
+    """The KV heads that a shard's query heads attend to, however many these are; `kv_heads`: of layers that have
+    another number of them."""
     begin, end = head_span(model, place)
     group = model.num_heads // (kv_heads or model.num_kv_heads)
     return begin // group, -(-end // group)

@@ -1,10 +1,10 @@
-"""Step 3.5 Flash, and the decoder of Step 3.7 Flash: windows with more query heads in three layers of four, a gate of one
-number for each head, gates and inputs of feed-forwards bounded in the last layers, experts by corrected sigmoids beside
-one that all tokens visit.
+"""Step 3.5 Flash, and the decoder of Step 3.7 Flash: windows with more query heads in three layers of four, a gate of
+one number for each head, gates and inputs of feed-forwards bounded in the last layers, experts by corrected sigmoids
+beside one that all tokens visit.
 
 Published files have a key or an entry of a list for each property of each layer, also for the layers for multi-token
-prediction behind the others, which are not read. The reference reads some of them and takes the others for granted: those
-are held to what it computes.
+prediction behind the others, which are not read. The reference reads some of them and takes the others for granted:
+those are held to what it computes.
 """
 
 from __future__ import annotations

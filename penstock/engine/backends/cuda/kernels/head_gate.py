@@ -64,7 +64,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
     if not len(x):
         return out
     launch(
-        _sigmoid_mul_kernel, (x.shape[0], ceil_div(x.shape[1], block)), x, gate, out, gate.stride(0), gate.stride(1), gate.stride(2),
+        _sigmoid_mul_kernel, (x.shape[0], ceil_div(x.shape[1], block)), x, gate, out, *gate.stride(),
         WIDTH=x.shape[1], DIM=gate.shape[2], BLOCK=block, num_warps=4, pdl=pdl,
     )  # fmt: skip
     return out
