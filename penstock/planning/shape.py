@@ -283,9 +283,8 @@ class ModelShape:
             made = own * kv_size - kind.heads.kv_heads * narrower
             query_output, key_value = hidden * (2 * q_size + gates - heads * narrower), hidden * made
             latent = 0
-            small += (q_size + (0 if self.head_gates else gates) + made if self.qkv_bias else 0) + (
-                hidden if self.output_bias else 0
-            )
+            small += q_size + made + (0 if self.head_gates else gates) if self.qkv_bias else 0
+            small += hidden if self.output_bias else 0
             small += (2 if own else 1) * dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
             if mixer is not None:

@@ -159,8 +159,8 @@ def test_sizes_left_out_are_the_references(family: str) -> None:
             changes["vocab_size_per_layer_input"] = ABSENT
         if key == "num_hidden_layers" and "compress_ratios" in BASES[family]:
             changes["compress_ratios"] = [4] * reference_of(family)[key]
-        if family == "step3p5" and key == "num_hidden_layers":  # other lists have an entry for each layer too
-            lists = ("swiglu_limits", "swiglu_limits_shared", "partial_rotary_factors")
+        if family == "step3p5":  # lists have an entry for each layer; where their heads differ, there is no one number
+            lists = ("layer_types", "swiglu_limits", "swiglu_limits_shared", "partial_rotary_factors")
             changes |= dict.fromkeys(lists, ABSENT)
         if family == "lfm2":  # the width is another than the key says
             changes["block_auto_adjust_ff_dim"] = False

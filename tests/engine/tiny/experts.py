@@ -55,7 +55,8 @@ MIMO_V2: dict[str, Any] = {
     "moe_intermediate_size": 32,
 }  # fmt: skip
 STEP: dict[str, Any] = {
-    "pad_token_id": 0, "head_dim": 16, "num_sliding_attention_heads": 6, "sliding_window": 40, "layer_types": [FULL, SLIDING, SLIDING],
+    "pad_token_id": 0, "head_dim": 16, "num_sliding_attention_heads": 6, "sliding_window": 40,
+    "layer_types": [FULL, SLIDING, SLIDING],
     "mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "share_expert_dim": 48, "moe_router_scaling_factor": 1.7,
     "swiglu_limits": [0.0, None, 0.6], "swiglu_limits_shared": [0.4, 0.0, 0.7],

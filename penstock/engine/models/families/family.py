@@ -271,6 +271,8 @@ class Family:
     fields: Callable[[HFConfig], ConfigFields] = llama_fields
     """What a `config.json` says beyond the keys that all families have. It is given those that the reference would see,
     with the reference's defaults for those left out."""
+    translate: Callable[[HFConfig], dict[str, Any]] = dict
+    """From its keys, with the defaults, to those of other families, where files say the same in another way."""
     reads: frozenset[str] = frozenset({"attention_bias", "mlp_bias"})
     """The keys that `fields` uses beyond those of all families (`config_keys.READ`)."""
     limits: Mapping[str, Collection[Any]] = field(default_factory=lambda: {"hidden_act": SILU})
@@ -298,7 +300,7 @@ class Family:
     def checked(self, raw: HFConfig) -> dict[str, Any]:
         """The keys to read, with defaults; CheckpointError for one whose value cannot be honoured."""
         self.rules.check(raw)
-        return with_defaults(self.reference or self.model_type, raw, self.reads)
+        return self.translate(with_defaults(self.reference or self.model_type, raw, self.reads))
 
 
 def integer(raw: HFConfig, key: str, default: int | None = None) -> int:

@@ -55,8 +55,6 @@ _PUBLISHED = (
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
-    raw = {**raw, **{own: raw[published] for own, published in _ALIASES.items() if raw.get(published) is not None}}
-    raw = _without_drafting(raw)
     windows, bias = _windows(raw), flag(raw, "attention_bias")
     full, local = _ropes(raw, windows)
     scalar = raw["query_pre_attn_scalar"]
@@ -82,8 +80,9 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
 
 
-def _without_drafting(raw: HFConfig) -> dict[str, Any]:
-    """With the entries of the decoder's layers alone."""
+def _translated(raw: HFConfig) -> dict[str, Any]:
+    """With the reference's names of keys, and in lists the entries of the decoder's layers alone."""
+    raw = {**raw, **{own: raw[published] for own, published in _ALIASES.items() if raw.get(published) is not None}}
     layers = layer_count(raw)
     padded = layers + (count(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0)
     cut = {key: raw[key][:layers] for key in _LISTS if isinstance(raw.get(key), list) and len(raw[key]) == padded}
@@ -227,6 +226,7 @@ STEP3P5 = Family(
     model_type="step3p5",
     class_name="Step3p5ForCausalLM",
     fields=_fields,
+    translate=_translated,
     reads=_LISTS
     | {*_ALIASES, *_ALIASES.values()}
     | {
