@@ -58,7 +58,7 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
-    if not _reads_one_stream(model):
+    if not _is_composed(model):
         return False
     names, tensors = weights.names(), family_of(model.family).names
     layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)
@@ -68,10 +68,10 @@ def has_mtp(weights: Weights, model: ModelConfig) -> bool:
     return f"{layout.layer}{tensors.attention}{INDEXER}{INDEX_KEYS}.weight" in names
 
 
-def _reads_one_stream(model: ModelConfig) -> bool:
-    """Whether the layer is like those that are composed here: it reads no several streams, and no gate is behind its
-    norms."""
-    return model.streams is None and (model.latent is None or not model.latent.gate_rank)
+def _is_composed(model: ModelConfig) -> bool:
+    """Whether the layer is like those that are composed here: it reads no several streams, no gate is behind its norms,
+    and all layers have heads of one number and size."""
+    return model.streams is None and not model.layer_heads and (model.latent is None or not model.latent.gate_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def load_mtp(
     layout = find_mtp(read.names, prefix_of(read.names, family_of(target.family).names), target.num_layers)
     if layout is None:
         raise CheckpointError(f"the checkpoint of this {target.family} model has no MTP layer")
-    if not _reads_one_stream(target):
+    if not _is_composed(target):
         raise CheckpointError(
             f"speculation: mtp is not available for {target.family} models; use ngram, or a draft model"
         )
