@@ -40,9 +40,9 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
         ours, reference = pair
         ours.vectors, reference.vectors = VectorTable(ENDS, 2, DEVICE), VectorBank(2, DEVICE)
         for kernel in pair:
-            kernel.vectors.put(0, held)
-            kernel.vectors.put(0, None)
-            kernel.vectors.put(1, held)
+            kernel.banks.vectors.put(0, held)
+            kernel.banks.vectors.put(0, None)
+            kernel.banks.vectors.put(1, held)
         for tokens in (1, 20) if QUICK else (1, 17, 300):
             slots = rng.integers(-1, 2, tokens).astype(np.int32)
             slots[0] = 1
