@@ -38,7 +38,7 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         pair = kernels(ENDS, [5, 16], dtype, 16)
         ours, reference = pair
-        ours.vectors, reference.vectors = VectorTable(ENDS, 2, DEVICE), VectorBank(2, DEVICE)
+        ours.banks.vectors, reference.banks.vectors = VectorTable(ENDS, 2, DEVICE), VectorBank(2, DEVICE)
         for kernel in pair:
             kernel.banks.vectors.put(0, held)
             kernel.banks.vectors.put(0, None)
