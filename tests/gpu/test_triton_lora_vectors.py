@@ -66,8 +66,8 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
         for alters in (True, False):
             use(ours, slots, bucket, alters=alters)
             if not alters:
-                assert not ours.vectors.active, "a graph for other adapters launches nothing for vectors"
-                reference.vectors.clear()
+                assert not ours.banks.vectors.active, "a graph for other adapters launches nothing for vectors"
+                reference.banks.vectors.clear()
             want = y.clone().float()
             reference.add(x.float(), want, placed)
             with poisoned_outputs():
