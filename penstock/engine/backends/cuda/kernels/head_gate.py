@@ -89,7 +89,8 @@ def _softplus_mul_kernel(
     # log(1 + e), of a small e too, whose digits the sum loses. Of large gates it is the gate itself.
     e = tl.exp(tl.minimum(gate, 20.0))
     total = 1.0 + e
-    factor = tl.where(total == 1.0, e, tl.log(total) * (e / (total - 1.0)))
+    lost = total == 1.0
+    factor = tl.where(lost, e, tl.log(total) * (e / tl.where(lost, 1.0, total - 1.0)))
     factor = tl.where(gate > 20.0, gate, factor)
     tl.store(out_ptr + row * WIDTH + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
