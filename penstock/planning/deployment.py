@@ -280,7 +280,8 @@ def splits(shape: ModelShape, tensor: int) -> bool:
         widths.append(shape.short_conv.channels)
     if shape.compression is not None:
         widths.append(shape.compression.output_groups)
-    return shape.heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
+    even = (shape.heads, *shape.query_heads, *widths)
+    return kv_fits and all(width % tensor == 0 for width in even)
 
 
 def possible_tensor_parallel(shape: ModelShape) -> list[int]:

@@ -125,8 +125,9 @@ def compose_attention(context: LayerContext) -> Attention:
     shared, source = config.shares(context.index), config.source_of(context.index)
     given, stage = config.given_to(context.index), config.stage
     prefix, hidden = context.prefix + names.attention, config.hidden_size
-    q_size, kv_size, v_size = config.num_heads * dim, kv_heads * dim, config.values_in(context.index)
-    q_gains, k_gains = ((config.num_heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
+    heads = config.queries_in(context.index)
+    q_size, kv_size, v_size = heads * dim, kv_heads * dim, config.values_in(context.index)
+    q_gains, k_gains = ((heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
     plain_norms = config.rotated_qk_norm or (config.unweighted_qk_norm and not unrotated)
     ones = read.ones(dim) if plain_norms else None
@@ -140,7 +141,11 @@ def compose_attention(context: LayerContext) -> Attention:
     if config.value_dim or config.value_scale != 1.0:
         make = partial(NarrowValueAttention, value_dim=config.value_dim or dim, value_scale=config.value_scale)
     elif config.output_gate:
-        make = partial(OutputGatedAttention, output_gate=read.linear(prefix, {names.output_gate: q_size}, hidden))
+        # Gates of heads are too few for matrices in few bits.
+        gate = (read.dense() if config.gates_by_head else read).linear(
+            prefix, {names.output_gate: config.gates_in(context.index)}, hidden
+        )
+        make = partial(OutputGatedAttention, output_gate=gate, softplus=config.softplus_gates)
     elif given is not None:
         make = partial(GivenAttention, step=StepKeys(given))
     elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
@@ -151,7 +156,7 @@ def compose_attention(context: LayerContext) -> Attention:
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
         output=read.linear(prefix, {names.output: hidden}, config.attended_in(context.index), config.output_bias),
         heads=HeadLayout(
-            heads=config.num_heads,
+            heads=heads,
             kv_heads=kv_heads,
             head_dim=dim,
             scale=config.attention_scale,
@@ -177,9 +182,7 @@ def compose_attention(context: LayerContext) -> Attention:
         else None,
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
-        sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32)
-        if config.has_sinks(context.index)
-        else None,
+        sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32) if config.has_sinks(context.index) else None,
         source=None if source == context.index else source,
     )
 
@@ -266,6 +269,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
         scale=moe.scale,
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
+        logit_softcap=moe.logit_softcap,
         sigmoid=backend.ops.sigmoid,
         gains=read.row(f"{block}{names.expert_gains}", moe.experts, torch.float32) if moe.expert_gains else None,
         sqrt_softplus=backend.ops.sqrt_softplus,

@@ -58,6 +58,8 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
         ("gemma4-small", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"), "size": 0.3}),
         pytest.param("gemma4", {"rank": 4, "targets": (*QKV, "o_proj"), "size": 0.6}, marks=pytest.mark.slow),
+        ("laguna", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.6}),
+        pytest.param("laguna-elements", {"rank": 4, "targets": ("q_proj", "g_proj", "o_proj")}, marks=pytest.mark.slow),
         ("mimo-v2-flash", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
         pytest.param(
             "gemma4-experts",
@@ -82,7 +84,9 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("family", ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash"])
+@pytest.mark.parametrize(
+    "family", ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash", "laguna"]
+)
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
     base = write_checkpoint(family, tmp_path / "base")
@@ -93,6 +97,7 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         "gemma4": (*QKV, "o_proj"),
         "gemma4-small": (*QKV, "o_proj", "gate_proj", "down_proj"),
         "mimo-v2-flash": (*QKV, "o_proj"),
+        "laguna": (*QKV, "g_proj", "o_proj", "down_proj"),
     }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
     specs = (AdapterSpec("tuned", str(adapter)),)

@@ -143,6 +143,7 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
                 "gemma4",
                 "afmoe",
                 "mimo-v2-flash",
+                "laguna",
             )
         ),
     ],
@@ -160,7 +161,9 @@ def test_layers_of_every_kind_are_calibrated(family: str, tmp_path: Path) -> Non
         assert loss.divergence < limit * nearest.divergence, (method, loss, nearest)
 
 
-@pytest.mark.parametrize("family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased", "mimo-v2-flash"])
+@pytest.mark.parametrize(
+    "family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased", "mimo-v2-flash", "laguna"]
+)
 def test_folded_scales_change_nothing(family: str, tmp_path: Path) -> None:
     """What all matrices of a model read, with AWQ's scales in the layers before them and without."""
     source = open_checkpoint(write_checkpoint(family, tmp_path, spread=0.3))

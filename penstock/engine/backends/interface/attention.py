@@ -195,3 +195,8 @@ class AttentionOps(Protocol):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """`x` times sigmoid of `gate`; may overwrite `x`."""
         ...
+
+    def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` [T, n] times log(1 + exp(`gate`)), which has a number for each of `x`, or for each of equal runs of
+        them: [T, g]; may overwrite `x`."""
+        ...

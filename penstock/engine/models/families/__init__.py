@@ -58,6 +58,7 @@ from penstock.engine.models.families.hy_v4 import HY_V4
 from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
 from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.kimi_linear import KIMI_LINEAR
+from penstock.engine.models.families.laguna import LAGUNA
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
@@ -207,6 +208,7 @@ FAMILIES: dict[str, Family] = {
         HY_V4,
         HRM_TEXT,
         MIMO_V2_FLASH,
+        LAGUNA,
     )
 }
 """By `model_type`."""

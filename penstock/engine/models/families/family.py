@@ -76,6 +76,7 @@ class ConfigFields(TypedDict, total=False):
     key_sources: tuple[int, ...]
     keys_as_values: bool
     layer_heads: tuple[tuple[int, int], ...]
+    query_heads: tuple[int, ...]
     normed_values: bool
     value_dim: int
     value_scale: float
@@ -89,6 +90,8 @@ class ConfigFields(TypedDict, total=False):
     layer_ropes: tuple[RopeConfig, ...]
     out_norm_scale: float
     output_gate: bool
+    gates_by_head: bool
+    softplus_gates: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
