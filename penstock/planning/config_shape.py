@@ -80,6 +80,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         ffn=model.ffn_size,
         ffn_sizes=model.ffn_sizes,
         layer_heads=_heads(model) if model.layer_heads else (),
+        query_heads=model.query_heads,
         token_inputs=None if model.token_inputs is None else (model.token_inputs.size, model.token_inputs.vocab),
         layer_factors=bool(model.layer_heads) and model.normed_values,
         heads=model.num_heads,
@@ -106,7 +107,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         mla=mla,
         gated_attention=model.gated_attention or model.output_gate,
         output_gate=model.output_gate,
-        head_gates=model.head_gates,
+        gates_by_head=model.gates_by_head,
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
         short_conv=None if model.short_conv is None else _short_conv(model.short_conv),
@@ -122,10 +123,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
 
 def _heads(model: ModelConfig) -> tuple[LayerHeads, ...]:
     made = {"": 2, "values": 1, "both": 0}
-    return tuple(
-        LayerHeads(*model.heads_in(index), made[model.shares(index)], model.queries_in(index))
-        for index in range(model.num_layers)
-    )
+    return tuple(LayerHeads(*model.heads_in(index), made[model.shares(index)]) for index in range(model.num_layers))
 
 
 def _compression(model: ModelConfig, shape: CompressionConfig) -> Compression:

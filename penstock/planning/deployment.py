@@ -187,7 +187,7 @@ class Deployment:
         shape, tiles = self.shape, self.device.arch == "x86" and "bf16" in self.device.flops
         if self.device.arch == "x86" and not tiles:
             return "int8" if shape.mla is None and self.activation_dtype == "fp32" else self.activation_dtype
-        grouped = shape.mla is None and shape.head_dim % 64 == 0 and max(shape.query_heads) <= 8 * shape.kv_heads
+        grouped = shape.mla is None and shape.head_dim % 64 == 0 and shape.heads <= 8 * shape.kv_heads
         return "int8" if tiles and grouped and self.block_size % 16 == 0 else self.activation_dtype
 
     @property
@@ -280,8 +280,8 @@ def splits(shape: ModelShape, tensor: int) -> bool:
         widths.append(shape.short_conv.channels)
     if shape.compression is not None:
         widths.append(shape.compression.output_groups)
-    widths += shape.query_heads
-    return kv_fits and all(width % tensor == 0 for width in widths)
+    even = (shape.heads, *shape.query_heads, *widths)
+    return kv_fits and all(width % tensor == 0 for width in even)
 
 
 def possible_tensor_parallel(shape: ModelShape) -> list[int]:

@@ -337,8 +337,7 @@ def adapter_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     first, last = _span(deployment, stage)
     tensor, inputs = deployment.tensor_parallel, 0
     for layer in range(first, last):
-        attended = shape.heads_in(layer).queries * shape.head_dim // tensor
-        inputs += (3 + shape.output_gate) * shape.hidden + attended
+        inputs += (3 + shape.output_gate) * shape.hidden + shape.queries_in(layer) * shape.head_dim // tensor
         if shape.moe is None or not shape.moe.layers[layer]:
             inputs += 2 * shape.hidden + shape.ffn // tensor
     if shape.kept_layers:
@@ -362,15 +361,14 @@ def _adapted_attention(deployment: Deployment, layer: int) -> tuple[int, int]:
     """Of a rank and a layer: inputs and outputs of attention's linears. Most recurrent layers have room for adapters of
     these beside their own."""
     shape, hidden = deployment.shape, deployment.shape.hidden
-    heads, delta, mla = shape.heads // deployment.tensor_parallel, shape.delta, shape.mla
+    heads, delta, mla = shape.queries_in(layer) // deployment.tensor_parallel, shape.delta, shape.mla
     if delta is not None and delta.by_channel and delta.layers[layer]:
         return 0, 0
     if mla is not None:
         indexed, routed = bool(mla.indexed) and mla.indexed[layer], shape.moe is not None and shape.moe.layers[layer]
         return mla.adapted(hidden, heads, shape.output_gate, indexed, routed)
-    heads = shape.heads_in(layer).queries // deployment.tensor_parallel
     queries, keys = heads * shape.head_dim, deployment.kv_heads_per_device * shape.head_dim
-    gates = (heads if shape.head_gates else queries) if shape.gated_attention else 0
+    gates = shape.gates_of(heads, shape.head_dim)
     return (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
 
 
@@ -415,7 +413,7 @@ def activation_bytes(deployment: Deployment) -> int:
     same time, for as many tokens as the budget allows."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
     size = deployment.weights.dense_bytes
-    heads = max(shape.query_heads) // tensor
+    heads = shape.heads // tensor
     stream = 2 * shape.hidden
     if shape.mla is None:
         attention = (2 * heads + 2 * deployment.kv_heads_per_device) * shape.head_dim
@@ -441,7 +439,7 @@ def gathered_bytes(deployment: Deployment) -> int:
         and shape.mla is None
         and not shape.sinks
         and shape.head_dim == _GATHERED_DIM
-        and min(shape.query_heads) <= _GATHERED_GROUP * shape.kv_heads
+        and min(shape.query_heads or (shape.heads,)) <= _GATHERED_GROUP * shape.kv_heads
     )
     quantized = deployment.kv_format in ("fp8", "int8")
     return GATHERED_BYTES * (1 + quantized) if gathers else 0

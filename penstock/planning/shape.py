@@ -81,14 +81,12 @@ class LayerParts:
 
 
 class LayerHeads(NamedTuple):
-    """The heads of one layer."""
+    """The keys and values of one layer."""
 
     kv_heads: int
     head_dim: int
     projected: int
-    """Matrices that make keys and values: 1 where values are keys as they are projected, 0 where they are another
-    layer's."""
-    queries: int
+    """Matrices that make them: 1 where values are keys as they are projected, 0 where they are another layer's."""
 
 
 class LayerKind(NamedTuple):
@@ -111,6 +109,8 @@ class LayerKind(NamedTuple):
     told: bool
     """Whether it looks up n-grams of the tokens."""
     sinks: bool
+    queries: int
+    """Query heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,8 @@ class ModelShape:
     """Of each layer, where layers differ in it."""
     layer_heads: tuple[LayerHeads, ...] = ()
     """Of each layer, where layers differ in their heads; empty: those below."""
+    query_heads: tuple[int, ...] = ()
+    """Number of query heads of each layer, where layers differ in it; empty: `heads`, which is the most otherwise."""
     token_inputs: tuple[int, int] | None = None
     """What every layer is told of a token itself: numbers for each layer, and rows of the table that has them."""
     layer_factors: bool = False
@@ -161,10 +163,11 @@ class ModelShape:
     value_dim: int = 0
     """Size of a head of values as it is projected, where that is smaller than `head_dim`, as which it is cached."""
     gated_attention: bool = False
+    """Whether queries come with a gate of the same size."""
     output_gate: bool = False
-    """Whether its gates have a matrix of their own."""
-    head_gates: bool = False
-    """Whether that gives one number for each head."""
+    """Whether such gates have a matrix of their own."""
+    gates_by_head: bool = False
+    """Whether there is then one for each head."""
     moe: Moe | None = None
     mla: Mla | None = None
     delta: Delta | None = None
@@ -196,12 +199,14 @@ class ModelShape:
         return self._parts(self._kind(index))
 
     def heads_in(self, index: int) -> LayerHeads:
-        return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2, self.heads)
+        return self.layer_heads[index] if self.layer_heads else LayerHeads(self.kv_heads, self.head_dim, 2)
 
-    @property
-    def query_heads(self) -> frozenset[int]:
-        """How many of them layers have."""
-        return frozenset({self.heads, *(heads.queries for heads in self.layer_heads)})
+    def queries_in(self, index: int) -> int:
+        return self.query_heads[index] if self.query_heads else self.heads
+
+    def gates_of(self, queries: int, dim: int) -> int:
+        """Gates of the output of so many heads of attention that is not over latents."""
+        return queries * (1 if self.gates_by_head else dim) if self.gated_attention else 0
 
     def _kind(self, index: int) -> LayerKind:
         moe, mla, compression, recurrent = self.moe, self.mla, self.compression, self.recurrent
@@ -217,6 +222,7 @@ class ModelShape:
             ffn=self.ffn_sizes[index] if self.ffn_sizes else self.ffn,
             told=self.gated_streams is not None and self.gated_streams.tables[index] > 0,
             sinks=self.sinks and not (self.window_sinks and self.windows[index] is None),
+            queries=self.queries_in(index),
         )
 
     def _parts(self, kind: LayerKind) -> LayerParts:
@@ -260,7 +266,7 @@ class ModelShape:
         `key_value`, `latent`, and `small` with all norms of the layer."""
         hidden, key_value = self.hidden, 0
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or kind.only else 2
-        small = hidden * norms * self.norm_parts + (self.heads if kind.sinks else 0) + self.layer_factors
+        small = hidden * norms * self.norm_parts + (kind.queries if kind.sinks else 0) + self.layer_factors
         if self.apart_streams:
             n = self.apart_streams
             small += 2 * (2 * n * (n * hidden + 1) + 2)
@@ -276,15 +282,15 @@ class ModelShape:
             latent = self.compression.for_all_heads(hidden, kind.rate, kind.indexed)
             small += self.compression.others(hidden, kind.rate, kind.indexed)
         else:
-            dim, own, heads = kind.heads.head_dim, kind.heads.projected, kind.heads.queries
-            q_size, kv_size = heads * dim, kind.heads.kv_heads * dim
-            gates = (heads if self.head_gates else q_size) if self.gated_attention else 0
+            dim, own = kind.heads.head_dim, kind.heads.projected
+            q_size, kv_size = kind.queries * dim, kind.heads.kv_heads * dim
+            gates = self.gates_of(kind.queries, dim)
             narrower = dim - (self.value_dim or dim)
             made = own * kv_size - kind.heads.kv_heads * narrower
-            query_output, key_value = hidden * (2 * q_size + gates - heads * narrower), hidden * made
+            query_output, key_value = hidden * (2 * q_size + gates - kind.queries * narrower), hidden * made
             latent = 0
-            small += q_size + made + (0 if self.head_gates else gates) if self.qkv_bias else 0
-            small += hidden if self.output_bias else 0
+            biased = q_size + made + (0 if self.output_gate else gates)
+            small += (biased if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += (2 if own else 1) * dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
             if mixer is not None:

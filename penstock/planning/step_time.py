@@ -279,18 +279,15 @@ def _windows(deployment: Deployment) -> tuple[Window, ...]:
     shape, mla = deployment.shape, deployment.shape.mla
     if shape.compression is not None:
         return _entry_windows(shape.compression, deployment.kv_bytes)
-    if shape.layer_heads:
-        found: Counter[tuple[int | None, int, int]] = Counter(
-            (
-                window,
-                2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim,
-                heads.queries * heads.head_dim,
-            )
-            for window, heads in zip(shape.windows, shape.layer_heads, strict=True)
-        )
+    if shape.layer_heads or shape.query_heads:
+        found: Counter[tuple[int | None, int, int]] = Counter()
+        for layer, window in enumerate(shape.windows):
+            heads = shape.heads_in(layer)
+            elements = 2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim
+            found[window, elements, shape.queries_in(layer) * heads.head_dim] += 1
         return tuple(
-            Window(count * elements * deployment.kv_bytes, count * 4 * attended, length)
-            for (length, elements, attended), count in found.items()
+            Window(count * elements * deployment.kv_bytes, count * 4 * queries, length)
+            for (length, elements, queries), count in found.items()
         )
     if mla is None:
         elements = 2 * deployment.kv_heads_per_device * shape.head_dim

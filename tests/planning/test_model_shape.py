@@ -41,6 +41,10 @@ LATENT = {
     "moe_intermediate_size": 24, "head_dim": None,
 }  # fmt: skip
 INDEX = {"q_lora_rank": 24, "index_head_dim": 12, "index_n_heads": 6, "index_topk": 24, "first_k_dense_replace": 1}
+LAGUNA = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}  # fmt: skip
 CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
 STEP = {
     **{key: value for key, value in CORRECTED.items() if key != "n_shared_experts"}, "share_expert_dim": 40,
@@ -72,7 +76,7 @@ KIMI_LINEAR = {
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
     "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
-    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", *OVER_LATENTS,
+    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", "laguna", *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
 
@@ -120,6 +124,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
             num_key_value_heads=1,
             attention_bias=True,
         ),
+        of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
+        of("laguna", **LAGUNA, gating="per-element", attention_bias=True, mlp_layer_types=["sparse"] * 3),
         of("step3p5", **STEP),
         of("step3p5", **STEP, attention_bias=True, mlp_bias=True, num_sliding_attention_heads=8),
         of("axk1", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),

@@ -25,8 +25,7 @@ from penstock.engine.models.model_config import ModelConfig
 
 def head_norms_in_layer(config: ModelConfig) -> dict[str, int]:
     """How many gains these norms have, by what the family calls them; empty where it has none."""
-    sizes = {dim for _, dim in config.layer_heads} | {config.head_dim}
-    if not config.qk_norm or config.qk_layer_norm or len(sizes) > 1:
+    if not config.qk_norm or config.qk_layer_norm or config.layer_heads:
         return {}
     names = family_of(config.family).names
     return {f"{names.attention}{name}": config.head_dim for name in names.head_norms}

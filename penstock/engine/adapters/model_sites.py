@@ -92,7 +92,7 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
 
 
 def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
-    if config.layer_heads:
+    if config.heads_differ:
         return _sites_by_heads(config)
     hidden, q_size, kv_size = (
         config.hidden_size,
@@ -117,7 +117,8 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True, layers=attended),
     )
     if config.output_gate:
-        gate = Site("output_gate", (names.attention + names.output_gate,), (q_size,), hidden, of_attention=True)
+        gates = config.gates_in(0)
+        gate = Site("output_gate", (names.attention + names.output_gate,), (gates,), hidden, of_attention=True)
         return *attention, gate
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
@@ -159,12 +160,15 @@ def _latent_attention_sites(config: ModelConfig, latent: LatentConfig, queries: 
 
 
 def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
-    """Of layers that differ in their heads, or in whose keys and values they attend to: two for each kind, in one order
-    for the whole model and for any stage of it, which may have no layer of a kind."""
+    """Of layers that differ in their heads, or in whose keys and values they attend to: those of each kind, in one
+    order for the whole model and for any stage of it, which may have no layer of a kind."""
     names, hidden, every = family_of(config.family).names, config.hidden_size, range(config.num_layers)
-    kinds = [(config.windows[layer] is None, config.projects(layer) == "both") for layer in every]
+    kinds = [
+        (config.windows[layer] is None, config.projects(layer) == "both", config.queries_in(layer)) for layer in every
+    ]
+    heads = config.query_kinds or tuple(dict.fromkeys(config.query_heads)) or (config.num_heads,)
     sites: list[Site] = []
-    for kind in product((False, True), (False, True) if config.key_sources else (False,)):
+    for kind in product((False, True), (False, True) if config.key_sources else (False,), heads):
         found = next((layer for layer in every if kinds[layer] == kind), 0)
         (kv_heads, dim), shared = config.heads_in(found), config.projects(found)
         queries, keys, values = config.queries_in(found) * dim, kv_heads * dim, config.values_in(found)

@@ -150,10 +150,11 @@ def compose_attention(context: LayerContext) -> Attention:
     if config.value_dim or config.value_scale != 1.0:
         make = partial(NarrowValueAttention, value_dim=config.value_dim or dim, value_scale=config.value_scale)
     elif config.output_gate:
-        # One number for each head is as little to read as a router's, and decides on as much.
-        gate = (read.dense() if config.head_gates else read).linear
-        rows = {names.output_gate: config.gates_in(context.index)}
-        make = partial(OutputGatedAttention, output_gate=gate(prefix, rows, hidden))
+        # Gates of heads are too few for matrices in few bits.
+        gate = (read.dense() if config.gates_by_head else read).linear(
+            prefix, {names.output_gate: config.gates_in(context.index)}, hidden
+        )
+        make = partial(OutputGatedAttention, output_gate=gate, softplus=config.softplus_gates)
     elif given is not None:
         make = partial(GivenAttention, step=StepKeys(given))
     elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
@@ -279,6 +280,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
         scale=moe.scale,
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
+        logit_softcap=moe.logit_softcap,
         sigmoid=backend.ops.sigmoid,
         gains=read.row(f"{block}{names.expert_gains}", moe.experts, torch.float32) if moe.expert_gains else None,
         sqrt_softplus=backend.ops.sqrt_softplus,

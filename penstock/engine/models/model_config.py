@@ -65,6 +65,8 @@ class MoeConfig:
     """Added to the sum that sigmoid weights are divided by: all of them may be zero."""
     weight_inputs: bool = False
     """Whether weights multiply what the experts read, not what they give."""
+    logit_softcap: float = 0.0
+    """The router's logits l become cap * tanh(l / cap) before they are scores; 0: they stay as they are."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
     shared_scale: float = 1.0
@@ -405,8 +407,11 @@ class ModelConfig:
     head_dim: int
     layer_heads: tuple[tuple[int, int], ...] = ()
     """Number of KV heads and size of a head of each layer, where layers differ in them; empty: those above."""
-    layer_queries: tuple[int, ...] = ()
-    """Number of query heads of each layer, where layers differ in it (with `layer_heads`); empty: `num_heads`."""
+    query_heads: tuple[int, ...] = ()
+    """Number of query heads of each layer, where layers differ in it; empty: `num_heads`, which is the most of them
+    otherwise. All are a multiple of the layer's KV heads."""
+    query_kinds: tuple[int, ...] = ()
+    """The numbers among these in the whole model, each once, where this is a part of it; empty: those here."""
     key_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to; empty: its own, everywhere."""
     keys_as_values: bool = False
@@ -473,8 +478,10 @@ class ModelConfig:
     """Whether the query projection also gives a gate for each head's output."""
     output_gate: bool = False
     """Whether a matrix of its own gives such a gate."""
-    head_gates: bool = False
-    """Whether that gate is one number for each head (with `layer_heads`)."""
+    gates_by_head: bool = False
+    """Whether that is one number for all of a head's output."""
+    softplus_gates: bool = False
+    """Whether outputs are multiplied by the softplus of such gates, not by their sigmoid."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     out_norm_scale: float = 1.0
@@ -522,27 +529,27 @@ class ModelConfig:
         """Number of KV heads, and size of a head."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
 
+    def queries_in(self, layer: int) -> int:
+        """Number of query heads."""
+        return self.query_heads[layer] if self.query_heads else self.num_heads
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether layers have heads of another number or size than others."""
+        return bool(self.layer_heads or self.query_heads)
+
+    def gates_in(self, layer: int) -> int:
+        """Numbers that the matrix of gates gives."""
+        return self.queries_in(layer) * (1 if self.gates_by_head else self.heads_in(layer)[1])
+
     def values_in(self, layer: int) -> int:
         """Numbers that a layer projects as values."""
         kv_heads, dim = self.heads_in(layer)
         return kv_heads * (self.value_dim or dim)
 
-    def queries_in(self, layer: int) -> int:
-        """Number of query heads."""
-        return self.layer_queries[layer] if self.layer_queries else self.num_heads
-
-    @property
-    def most_queries(self) -> int:
-        """Query heads of the layer with the most of them."""
-        return max((self.num_heads, *self.layer_queries))
-
     def attended_in(self, layer: int) -> int:
         """Numbers that a layer's heads give."""
         return self.queries_in(layer) * (self.value_dim or self.heads_in(layer)[1])
-
-    def gates_in(self, layer: int) -> int:
-        """Numbers that the matrix of a layer's output gate gives."""
-        return self.queries_in(layer) if self.head_gates else self.attended_in(layer)
 
     def bound_in(self, layer: int) -> float:
         """See `bounds`."""

@@ -70,8 +70,9 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
     parts = 2 if has_gate(model.activation) else 1
     inputs = {"qkv": hidden, "output": q, "output_gate": hidden, "gate_up": hidden, "down": width}
+    gates = heads if model.gates_by_head else q
     outputs: dict[str, tuple[Rows, ...]] = {
-        "qkv": (q_rows, kv, kv), "output": (hidden,), "output_gate": (q,),
+        "qkv": (q_rows, kv, kv), "output": (hidden,), "output_gate": (gates,),
         "gate_up": (width,) * parts, "down": (hidden,),
     }  # fmt: skip
     moe = model.moe
@@ -153,22 +154,26 @@ def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[
     if "." in site.attribute or site.attribute in INPUT_GATES:
         # What chooses tokens, makes entries of them or gates what layers read is everywhere.
         return (0, site.inputs), tuple((0, size) for size in site.sizes)
-    if model.layer_heads and site.of_attention:
-        queries = model.queries_in(site.layers.index(True) if site.layers and True in site.layers else 0)
-        span = head_span(model, place, queries)
-        if site.attribute == "output":
-            return _times(span, site.inputs // queries), (hidden,)
-        of_queries = _times(span, site.sizes[0] // queries)
-        if site.attribute == "output_gate":
-            return hidden, (of_queries,)
-        heads = site.sizes[1] // (site.sizes[0] // queries) if site.sizes[1:] else 0
-        of_keys = kv_head_span(model, place, heads) if heads else (0, 0)
-        return hidden, (of_queries, *(_times(of_keys, size // heads) for size in site.sizes[1:]))
+    if model.heads_differ and site.attribute in ("qkv", "output", "output_gate"):
+        return _of_heads(site, model, place)
     if model.ffn_sizes and site.attribute == "gate_up":
         return hidden, tuple(even_span(size, place) for size in site.sizes)
     if model.ffn_sizes and site.attribute == "down":
         return even_span(site.inputs, place), (hidden,)
     return None
+
+
+def _of_heads(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[Rows, ...]]:
+    """Of attention in layers that differ in their heads from others."""
+    hidden, layer = (0, model.hidden_size), next((layer for layer in range(model.num_layers) if site.is_in(layer)), 0)
+    count = model.queries_in(layer)
+    heads = head_span(model, place, layer)
+    if site.attribute == "output":
+        return _times(heads, site.inputs // count), (hidden,)
+    queries = _times(heads, site.sizes[0] // count)
+    kv_heads = model.heads_in(layer)[0]
+    keys = (_times(kv_head_span(model, place, kv_heads), size // kv_heads) for size in site.sizes[1:])
+    return hidden, (queries, *keys)
 
 
 def _times(span: Span, size: int) -> Span:

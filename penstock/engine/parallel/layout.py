@@ -115,8 +115,8 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         widths.append(model.short_conv.channels)
     if model.compression is not None:
         widths.append(model.compression.output_groups)
-    kv_fits = kv_fits and all(heads % tensor == 0 for heads in model.layer_queries)
-    return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
+    even = (model.num_heads, *model.query_heads, *widths)
+    return kv_fits and all(width % tensor == 0 for width in even)
 
 
 def layer_span(layers: int, place: Place, starts: Sequence[bool] = ()) -> Span:
@@ -143,9 +143,9 @@ def stage_span(model: ModelConfig, place: Place) -> Span:
     return layer_span(model.num_layers, place, model.stage_starts)
 
 
-def head_span(model: ModelConfig, place: Place, heads: int = 0) -> Span:
-    """The query heads of a shard; `heads`: of layers that have another number of them."""
-    return even_span(heads or model.num_heads, place)
+def head_span(model: ModelConfig, place: Place, layer: int | None = None) -> Span:
+    """The query heads of a shard. `layer`: where layers differ in them."""
+    return even_span(model.num_heads if layer is None else model.queries_in(layer), place)
 
 
 def kv_head_span(model: ModelConfig, place: Place, kv_heads: int = 0) -> Span:
@@ -226,8 +226,9 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_kv_heads=kv_last - kv_first,
         ffn_size=model.ffn_size // parts,
         layer_heads=tuple(layer_heads),
-        layer_queries=tuple(heads // parts for heads in model.layer_queries[first:last]),
         bounds=model.bounds[first:last],
+        query_heads=tuple(heads // parts for heads in model.query_heads[first:last]),
+        query_kinds=tuple(heads // parts for heads in dict.fromkeys(model.query_heads)),
         key_sources=_own_sources(model, first, last),
         stage=_stage(model, place),
         ffn_sizes=tuple(width // parts for width in model.ffn_sizes[first:last]),

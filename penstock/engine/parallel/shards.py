@@ -87,14 +87,12 @@ class Cuts:
         self.layers = stage_span(model, place)
         heads, kv_heads = head_span(model, place), kv_head_span(model, place)
         tensors = family_of(model.family).names
-        self._attention = attention_cuts(model, place, model.num_kv_heads, model.head_dim)
+        self._attention = attention_cuts(model, place)
         q, kv = (self._attention[name].outputs or () for name in tensors.qkv[:2])
         self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
-        self._gate_cut = Cut(outputs=q)
-        self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
+        self._model = model
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
-            self._gate_cut = Cut(outputs=((heads[0] * model.latent.value, heads[1] * model.latent.value),))
         if model.compression is not None:
             self._attention = {} if place.data else _compression_cuts(model, heads, place)
         if model.row_norms:
@@ -125,7 +123,7 @@ class Cuts:
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
         self._shared = self._dense if model.moe is None else self._gated(model.moe.shared_ffn_size, *dense)
         self._shared_prefix = f".{tensors.shared_expert}"
-        self._has_shared = model.moe is not None and model.moe.shared_ffn_size > 0
+        self._shared_width = 0 if model.moe is None else model.moe.shared_ffn_size
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards
         if model.moe is not None and model.moe.latent:
@@ -133,10 +131,9 @@ class Cuts:
             self._dense = {**self._dense, tensors.expert_latents[1]: Cut(inputs=(0, model.moe.latent))}
         self._by_layer: list[dict[str, Cut]] = []
         """Of layers that differ in their heads or in the width of their feed-forward."""
-        if not place.data and (model.layer_heads or model.ffn_sizes):
+        if not place.data and (model.heads_differ or model.ffn_sizes):
             for index in range(model.num_layers):
-                own = attention_cuts(model, place, *model.heads_in(index), model.queries_in(index))
-                own |= self._gate_cuts(model, tensors.output_gate, model.gates_in(index))
+                own = attention_cuts(model, place, index)
                 self._by_layer.append(own | self._gated(model.ffn_in(index), *dense))
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}
@@ -177,9 +174,6 @@ class Cuts:
             down: inputs,
         }
 
-    def _gate_cuts(self, model: ModelConfig, gate: str, rows: int) -> dict[str, Cut]:
-        return {gate: Cut(outputs=(even_span(rows, self.place),))} if model.output_gate else {}
-
     def names(self) -> Collection[str]:
         return self._names.keys()
 
@@ -199,9 +193,11 @@ class Cuts:
         if name in (HEAD, HEAD_BIAS):
             return self._head
         if name.endswith(SINKS):
-            return self._sinks
-        if self._gate and self._gate in name and not self._by_layer:
-            return WHOLE if self.place.data else self._gate_cut
+            return self._by_heads(name, 1)
+        if self._gate and self._gate in name:
+            latent, layer = self._model.latent, self._layer(name)
+            own = self._model.gates_in(layer) // self._model.queries_in(layer)
+            return self._by_heads(name, own if latent is None else latent.value)
         if f".{POOL}" in name or f".{NGRAMS}" in name:
             return WHOLE  # entries and what chooses them are the same for all heads; n-grams belong to the streams
         if name.endswith(self._mamba_norm):
@@ -211,14 +207,21 @@ class Cuts:
             return self._short_conv.get(module, WHOLE)
         if self._channel_delta and self._mixer in name and self._recurrent[self._layer(name)]:
             return self._channel_delta.get(name.rpartition(".")[2]) or self._channel_delta.get(module, WHOLE)
+        shared = self._shared_width and self._shared_prefix in name
         found = _LAYER.fullmatch(name) if self._by_layer else None
-        shared = self._has_shared and self._shared_prefix in name
         if found is not None and ".experts." not in name and not shared:
             return self._by_layer[self._layer(name)].get(module, WHOLE)
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
             feed_forward = self._shared
         return self._attention.get(module) or feed_forward.get(module) or WHOLE
+
+    def _by_heads(self, name: str, size: int) -> Cut:
+        """Of something with `size` rows for each query head."""
+        if self.place.data:
+            return WHOLE
+        first, last = head_span(self._model, self.place, self._layer(name))
+        return Cut(outputs=((first * size, last * size),))
 
     def _layer(self, name: str) -> int:
         """The number of a layer in the whole model."""
@@ -239,14 +242,15 @@ class Cuts:
         return cut.apply(tensor)
 
 
-def attention_cuts(model: ModelConfig, place: Place, kv_heads: int, dim: int, heads: int = 0) -> dict[str, Cut]:
-    """Of attention with heads of this number and size; `heads`: see `head_span`."""
+def attention_cuts(model: ModelConfig, place: Place, layer: int | None = None) -> dict[str, Cut]:
+    """Of attention. `layer`: where layers differ in their heads."""
     tensors = family_of(model.family).names
-    (first, last), (kv_first, kv_last) = head_span(model, place, heads), kv_head_span(model, place, kv_heads)
+    kv_heads, dim = (model.num_kv_heads, model.head_dim) if layer is None else model.heads_in(layer)
+    (first, last), (kv_first, kv_last) = head_span(model, place, layer), kv_head_span(model, place, kv_heads)
     q, kv = (first * dim, last * dim), (kv_first * dim, kv_last * dim)
     wide = model.value_dim or dim
     values, attended = (kv_first * wide, kv_last * wide), (first * wide, last * wide)
-    queries, keys = (heads or model.num_heads) * dim, kv_heads * dim
+    queries, keys = (model.num_heads if layer is None else model.queries_in(layer)) * dim, kv_heads * dim
     query, key, value = tensors.qkv
     return {
         query: Cut(outputs=((2 * q[0], 2 * q[1]) if model.gated_attention else q,)),

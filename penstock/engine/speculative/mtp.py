@@ -71,7 +71,7 @@ def has_mtp(weights: Weights, model: ModelConfig) -> bool:
 def _is_composed(model: ModelConfig) -> bool:
     """Whether the layer is like those that are composed here: it reads no several streams, no gate is behind its norms,
     and all layers have heads of one number and size."""
-    return model.streams is None and not model.layer_heads and (model.latent is None or not model.latent.gate_rank)
+    return model.streams is None and not model.heads_differ and (model.latent is None or not model.latent.gate_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,8 +58,10 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
         ("gemma4-small", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"), "size": 0.3}),
         pytest.param("gemma4", {"rank": 4, "targets": (*QKV, "o_proj"), "size": 0.6}, marks=pytest.mark.slow),
-        ("mimo-v2-flash", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
+        ("laguna", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.6}),
+        pytest.param("laguna-elements", {"rank": 4, "targets": ("q_proj", "g_proj", "o_proj")}, marks=pytest.mark.slow),
         ("step3.5", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
+        ("mimo-v2-flash", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
         pytest.param(
             "gemma4-experts",
             {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3},
@@ -84,7 +86,7 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize(
-    "family", ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash", "step3.5"]
+    "family", ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash", "laguna", "step3.5"]
 )
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
@@ -96,6 +98,7 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         "gemma4": (*QKV, "o_proj"),
         "gemma4-small": (*QKV, "o_proj", "gate_proj", "down_proj"),
         "mimo-v2-flash": (*QKV, "o_proj"),
+        "laguna": (*QKV, "g_proj", "o_proj", "down_proj"),
         "step3.5": (*QKV, "g_proj", "o_proj", "up_proj"),
     }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)

@@ -212,6 +212,12 @@ BASES: dict[str, dict[str, Any]] = {
                "rope_theta": ABSENT,
                "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5000.0},
                                    SLIDING: {"rope_type": "default", "rope_theta": 700.0}}},
+    "laguna": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "sliding_window": 20,
+               "moe_routed_scaling_factor": 1.3, "layer_types": [FULL, SLIDING] * 2,
+               "num_attention_heads_per_layer": [2, 4, 6, 2], "rope_theta": ABSENT,
+               "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
+                                   for kind in (FULL, SLIDING)}},
     "mimo_v2_flash": {**CORRECTED, "n_routed_experts": 6, "head_dim": 12, "v_head_dim": 8, "sliding_window": 20,
                       "layer_types": [FULL, SLIDING] * 2, "rope_theta": ABSENT,
                       "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 700.0,
@@ -273,6 +279,9 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     # A bound that does not bind: the reference's one-token step has none, its pass over whole sequences does.
     "time_step_min": (0.0, 1e-4, None, "x"),
     "mamba_dt_min": (0.0, 1e-4, None, "x"),
+    "gating": (False, "per-head", "per-element", "other", 1, None),
+    "moe_router_logit_softcapping": (0.7, 3, -1.0, None, "x"),
+    "num_attention_heads_per_layer": ([2] * 4, [4, 2, 2, 4], [2, 3, 2, 2], [2] * 3, [2, None, 2, 2], None, 4),
     "mlp_layer_types": (["dense", "sparse"] * 2, ["sparse"] * 4, ["dense"] * 4, ["dense"], ["other"] * 4, "sparse", 3,
                         ["moe", "hash_moe"] * 2, ["hash_moe"] * 3),
     "compress_ratios": ([4, 0, 0, 128, 4], [0] * 4, [0, 4], [2] * 4, 4, []),

@@ -19,7 +19,7 @@ from tests.engine.tiny import FAMILIES as TINY
 
 FAMILIES = (
     "lfm2", "lfm2-moe", "cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2",
-    "phi", "stablelm", "mimo-v2-flash", "step3.5",
+    "phi", "stablelm", "mimo-v2-flash", "laguna", "step3.5",
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
@@ -91,6 +91,11 @@ def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp
             {"expert_parallel": True, "attention_parallel": "data"},
             marks=pytest.mark.slow,
         ),
+        ("laguna", 2, 2, {}),
+        pytest.param("laguna", 4, 1, {}, marks=pytest.mark.slow),
+        pytest.param("laguna", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("laguna", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
+        pytest.param("laguna-elements", 2, 3, {}, marks=pytest.mark.slow),
         ("step3.5", 2, 3, {}),
         pytest.param("step3.5", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("step3.5-biased", 2, 2, {}, marks=pytest.mark.slow),

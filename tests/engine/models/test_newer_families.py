@@ -17,7 +17,7 @@ from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 PROMPT = [(j * 31 + 7) % 199 for j in range(60)]
-FAMILIES = ("axk2", "hy-v4", "hrm-text", "mimo-v2-flash")
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "mimo-v2-flash", "laguna")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,14 +54,19 @@ MIMO_V2: dict[str, Any] = {
     "head_dim": 24, "v_head_dim": 16, "sliding_window": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }  # fmt: skip
+LAGUNA: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 40, "num_experts": 12, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "moe_routed_scaling_factor": 1.7,
+}  # fmt: skip
 STEP: dict[str, Any] = {
     "pad_token_id": 0, "head_dim": 16, "num_sliding_attention_heads": 6, "sliding_window": 40,
-    "layer_types": [FULL, SLIDING, SLIDING],
-    "mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32, "share_expert_dim": 48, "moe_router_scaling_factor": 1.7,
-    "swiglu_limits": [0.0, None, 0.6], "swiglu_limits_shared": [0.4, 0.0, 0.7],
-    "rope_parameters": {FULL: {**LLAMA3_ROPE, "partial_rotary_factor": 0.5}, SLIDING: {"rope_type": "default",
-                                                                                      "rope_theta": 1000.0}},
+    "layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "share_expert_dim": 64,
+    "moe_router_scaling_factor": 1.7, "swiglu_limits": [0.0, None, 0.6], "swiglu_limits_shared": [0.4, 0.0, 0.7],
+    "rope_parameters": {
+        FULL: {**LLAMA3_ROPE, "partial_rotary_factor": 0.5},
+        SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
+    },
 }  # fmt: skip
 HY_V3: dict[str, Any] = {
     "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
@@ -181,6 +186,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-4,
             "layer_types": [FULL, SLIDING, SLIDING, FULL],
             "attention_bias": True,
+        },
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {
+            **LAGUNA,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "num_attention_heads_per_layer": [4, 8, 8, 4],
+            "moe_router_logit_softcapping": 2.0,
+            "rope_parameters": {FULL: {**YARN_ROPE, "partial_rotary_factor": 0.5}, SLIDING: OLMO3_ROPES[SLIDING]},
+        },
+    ),
+    "laguna-elements": (
+        "LagunaConfig",
+        {
+            **LAGUNA,
+            "num_attention_heads_per_layer": [4, 2, 6, 2],
+            "gating": "per-element",
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         },
     ),
     "step3.5": ("Step3p7TextConfig", STEP),

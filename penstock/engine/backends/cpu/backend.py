@@ -77,7 +77,7 @@ class CpuBackend(ReferenceBackend):
             handle.has_byte_attention
             and dtype == torch.bfloat16
             and model.head_dim % 64 == 0
-            and model.most_queries <= 8 * model.num_kv_heads
+            and model.num_heads <= 8 * model.num_kv_heads
             and config.block_size % 16 == 0
         )
         return INT8 if multiplies_bytes else dtype

@@ -26,11 +26,17 @@ class ElementwiseOps(NativeOps):
         return torch.cat([row.sigmoid() for row in torch.split(x, 1)]) if self.batch_invariant else x.sigmoid()
 
     def sqrt_softplus(self, x: Tensor) -> Tensor:
-        rows = torch.split(x, 1) if self.batch_invariant else (x,)
-        return torch.cat([F.softplus(row).sqrt() for row in rows])
+        return self._softplus(x).sqrt()
+
+    def _softplus(self, x: Tensor) -> Tensor:
+        return torch.cat([F.softplus(row) for row in torch.split(x, 1)]) if self.batch_invariant else F.softplus(x)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return by_heads(x, self.sigmoid(gate))
+
+    def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        factors = self._softplus(gate.float()).to(x.dtype).unsqueeze(-1)
+        return (x.view(*gate.shape, -1) * factors).view(x.shape)
 
     def widen(self, x: Tensor) -> Tensor:
         need_contiguous(x, "x")

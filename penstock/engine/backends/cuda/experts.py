@@ -95,7 +95,8 @@ class GroupedExpertMlp:
     def routes(self) -> bool:
         """Whether kernels choose experts as the router does."""
         router = self.router
-        return router.table is None and router.scoring != "sqrt_softplus" and router.outside == -math.inf
+        plain = router.scoring != "sqrt_softplus" and not router.logit_softcap
+        return plain and router.table is None and router.outside == -math.inf
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""

@@ -236,6 +236,11 @@ class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
             gate = gate.unsqueeze(1) if wide else gate.unsqueeze(2).expand(-1, -1, x.shape[1] // gate.shape[1])
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
+    def softplus_mul(self, x: Tensor, gate: Tensor | Addends) -> Tensor:
+        if isinstance(gate, Addends):
+            gate = gate.base + torch.where((gate.ranks > 0).unsqueeze(1), gate.delta, 0)
+        return head_gate.softplus_mul(x, gate, pdl=self.pdl)
+
     def delta_net(
         self,
         projected: Tensor,

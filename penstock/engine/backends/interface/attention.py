@@ -196,3 +196,8 @@ class AttentionOps(Protocol):
         """`x` [T, heads * head_dim] times sigmoid of `gate`, which is as wide or has one number for each head; may
         overwrite `x`."""
         ...
+
+    def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` [T, n] times log(1 + exp(`gate`)), which has a number for each of `x`, or for each of equal runs of
+        them: [T, g]; may overwrite `x`."""
+        ...

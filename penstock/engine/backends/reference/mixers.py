@@ -59,6 +59,9 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return by_heads(x, gate.sigmoid())
 
+    def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x.view(*gate.shape, -1) * F.softplus(gate.float()).to(x.dtype).unsqueeze(-1)).view(x.shape)
+
     def delta_net(
         self,
         projected: Tensor,

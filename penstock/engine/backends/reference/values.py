@@ -19,6 +19,4 @@ def pad_values(qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) ->
 
 def by_heads(x: Tensor, factors: Tensor) -> Tensor:
     """`x` [T, heads * head_dim] times factors that are as wide or one for each head."""
-    if factors.shape == x.shape:
-        return x * factors
     return (x.view(*factors.shape, -1) * factors.unsqueeze(-1)).view(x.shape)

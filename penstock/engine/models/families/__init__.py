@@ -58,6 +58,7 @@ from penstock.engine.models.families.hy_v4 import HY_V4
 from penstock.engine.models.families.hyperclovax import HYPERCLOVAX
 from penstock.engine.models.families.jais2 import JAIS2
 from penstock.engine.models.families.kimi_linear import KIMI_LINEAR
+from penstock.engine.models.families.laguna import LAGUNA
 from penstock.engine.models.families.lfm2 import LFM2, LFM2_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
@@ -208,6 +209,7 @@ FAMILIES: dict[str, Family] = {
         HY_V4,
         HRM_TEXT,
         MIMO_V2_FLASH,
+        LAGUNA,
         STEP3P5,
     )
 }
@@ -339,7 +341,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         vocab_size=integer(raw, "vocab_size"),
         sandwich_norms=bool(family.names.mixer_out_norm or family.names.feed_forward_out_norm),
         norm_offset=family.norm_offset,
-        head_gates=family.names.head_gates,
         **fields,
     )
 

@@ -77,7 +77,7 @@ class ConfigFields(TypedDict, total=False):
     key_sources: tuple[int, ...]
     keys_as_values: bool
     layer_heads: tuple[tuple[int, int], ...]
-    layer_queries: tuple[int, ...]
+    query_heads: tuple[int, ...]
     normed_values: bool
     value_dim: int
     value_scale: float
@@ -91,6 +91,8 @@ class ConfigFields(TypedDict, total=False):
     layer_ropes: tuple[RopeConfig, ...]
     out_norm_scale: float
     output_gate: bool
+    gates_by_head: bool
+    softplus_gates: bool
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float

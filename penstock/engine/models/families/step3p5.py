@@ -61,16 +61,15 @@ def _fields(raw: HFConfig) -> ConfigFields:
     scale = float(integer(raw, "head_dim")) if scalar is None else number(raw, "query_pre_attn_scalar")
     if scale <= 0:
         raise CheckpointError(f"query_pre_attn_scalar is {scale}; it must be positive")
-    queries, kv_heads = _queries(raw, windows), integer(raw, "num_key_value_heads")
-    return {
+    heads = _query_heads(raw, windows)
+    fields: ConfigFields = {
+        "num_heads": max(heads),
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": flag(raw, "mlp_bias"),
         "qk_norm": True,
         "output_gate": True,
-        "num_kv_heads": kv_heads,
-        "layer_heads": ((kv_heads, integer(raw, "head_dim")),) * len(windows),
-        "layer_queries": queries,
+        "gates_by_head": True,
         "attention_scale": scale**-0.5,
         "windows": windows,
         "rope": full,
@@ -78,6 +77,9 @@ def _fields(raw: HFConfig) -> ConfigFields:
         "bounds": _bounds(raw, "swiglu_limits_shared"),
         "moe": _experts(raw),
     }
+    if len({*heads}) > 1:
+        fields["query_heads"] = heads
+    return fields
 
 
 def _translated(raw: HFConfig) -> dict[str, Any]:
@@ -101,8 +103,8 @@ def _windows(raw: HFConfig) -> Windows:
     return windows_by_type(raw, window_of(raw)) or (None,) * layer_count(raw)
 
 
-def _queries(raw: HFConfig, windows: Windows) -> tuple[int, ...]:
-    """Of each layer; empty where all have as many. Files that the reference has written say so layer by layer."""
+def _query_heads(raw: HFConfig, windows: Windows) -> tuple[int, ...]:
+    """Of each layer. Files that the reference has written say so layer by layer."""
     heads, kv_heads = integer(raw, "num_attention_heads"), integer(raw, "num_key_value_heads")
     other = mapping(raw, _OTHER_HEADS)
     for key, same in (("num_attention_groups", kv_heads), ("head_dim", raw["head_dim"]), ("attention_type", _SLIDING)):
@@ -116,13 +118,10 @@ def _queries(raw: HFConfig, windows: Windows) -> tuple[int, ...]:
         found = tuple(heads if window is None else local for window in windows)
     else:
         found = _listed(raw, heads)
-    for full in (True, False):
-        kinds = {own for own, window in zip(found, windows, strict=True) if (window is None) == full}
-        if len(kinds) > 1:
-            raise CheckpointError("per_layer_config: layers of one kind that differ are not supported")
-        if any(own % kv_heads for own in kinds):
-            raise CheckpointError(f"{kinds.pop()} heads over {kv_heads} KV heads cannot be run")
-    return found if {*found} != {heads} else ()
+    for own in found:
+        if own % kv_heads:
+            raise CheckpointError(f"{own} heads over {kv_heads} KV heads cannot be run")
+    return found
 
 
 def _listed(raw: HFConfig, heads: int) -> tuple[int, ...]:
@@ -253,11 +252,7 @@ STEP3P5 = Family(
         "zero_centered": (True,),
     },
     norm_offset=1.0,
-    names=TensorNames(
-        output_gate="g_proj",
-        head_gates=True,
-        expert_stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    ),
+    names=TensorNames(output_gate="g_proj", expert_stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
     gguf=GGUFFormat(architectures=()),
     own_name=_own_name,
 )  # fmt: skip

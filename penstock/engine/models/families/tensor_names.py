@@ -26,8 +26,6 @@ class TensorNames:
     output: str = "o_proj"
     output_gate: str = ""
     """Of attention whose output passes a gate with a matrix of its own."""
-    head_gates: bool = False
-    """Whether that gate is one number for each head. Such a matrix is not quantized."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Of the heads of queries and keys, or of all of each together, where a family has such norms."""
     more_linears: tuple[str, ...] = ()
@@ -73,8 +71,7 @@ class TensorNames:
     def linears(self) -> frozenset[str]:
         """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
         parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        gates = [self.output_gate] if self.output_gate and not self.head_gates else []
-        more = (*self.expert_latents, *self.more_linears, *gates)
+        more = (*self.expert_latents, *self.more_linears, *([self.output_gate] if self.output_gate else ()))
         return frozenset((*parts, *more, self.fused_qkv, self.fused_gate_up, *self.recurrent))
 
 

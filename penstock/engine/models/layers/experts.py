@@ -52,6 +52,7 @@ class Router:
     group_score: GroupScore = "best"
     scale: float = 1.0
     weight_inputs: bool = False
+    logit_softcap: float = 0.0
     total_eps: float = SMALL_TOTAL
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     """See `Ops.sigmoid`."""
@@ -71,6 +72,8 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         logits = self.linear(x).float()
+        if self.logit_softcap:
+            logits = self.logit_softcap * (logits / self.logit_softcap).tanh()
         scores = self._scores(logits)
         if self.table is not None:
             experts = self.table[self.tokens.of(len(x))]

@@ -34,6 +34,9 @@ class OutputGatedAttention(Attention):
     """See `Attention`. `output_gate` reads what `qkv` reads."""
 
     output_gate: Linear
+    """Gives a number for each of what heads give, or for each head."""
+    softplus: bool = False
+    """Whether heads' outputs are multiplied by the softplus of the gate, not by its sigmoid."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -45,4 +48,5 @@ class OutputGatedAttention(Attention):
 
     def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         attended = self.attend(self.qkv(x), batch, cache)
-        return self.output(self.attention_ops.sigmoid_mul(attended, self.output_gate(x)))
+        gate = self.attention_ops.softplus_mul if self.softplus else self.attention_ops.sigmoid_mul
+        return self.output(gate(attended, self.output_gate(x)))
