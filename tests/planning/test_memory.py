@@ -37,7 +37,7 @@ from penstock.planning.memory import (
 from penstock.planning.model_shape import known_config, model_shape
 from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
-from tests.planning.test_model_shape import INDEX, LAGUNA, of
+from tests.planning.test_model_shape import INDEX, LAGUNA, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -153,6 +153,7 @@ NEWEST = [
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
     of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
+    of("step3p5", **STEP),
 ]
 
 

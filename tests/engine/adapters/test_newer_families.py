@@ -191,8 +191,9 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 def test_virtual_tokens(tmp_path: Path, family: str, kind: str) -> None:
     """Of prefix tuning each run of a layer has keys and values of its own."""
     peft = parts.library("peft")
-    # PEFT makes keys for as many heads as that says.
-    base = write_checkpoint(family, tmp_path / "base", num_key_value_heads=4)
+    # PEFT makes keys for as many heads as that says. (Those of Step 3.5's layers with a window are no multiple of it.)
+    heads = {} if family == "step3.5" else {"num_key_value_heads": 4}
+    base = write_checkpoint(family, tmp_path / "base", **heads)
     theirs = peft.get_peft_model(
         Reference(base).model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5)
     ).eval()
