@@ -22,6 +22,9 @@ from penstock.planning.config_shape import shape_of_config
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.models.test_transformers_handover import check
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp
 from tests.engine.tiny import Reference, write_checkpoint
 
 PROMPT = [29 * i % 199 for i in range(70)]
@@ -31,6 +34,7 @@ NAMES = (
     (".mlp.gate.", ".moe.gate."),
     (".mlp.experts.down_proj", ".moe.down_proj.weight"),
     (".mlp.shared_experts.", ".share_expert."),
+    (".shared_head.", ".transformer.shared_head."),
 )
 """Of tensors: those in memory, and those that are published."""
 
@@ -116,7 +120,7 @@ def test_what_the_reference_does_not_compute_is_refused(changes: dict[str, Any],
 
 
 def as_published(folder: Path) -> dict[str, Tensor]:
-    """A tiny checkpoint under the published names, with a layer for multi-token prediction."""
+    """A tiny checkpoint under the published names."""
     found: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         for own, theirs in NAMES:
@@ -129,13 +133,11 @@ def as_published(folder: Path) -> dict[str, Tensor]:
             found |= {at.format("gate"): gate.contiguous(), at.format("up"): up.contiguous()}
         else:
             found[name] = tensor
-    found["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)
-    found["model.layers.3.moe.router_bias"] = torch.ones(8)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     drop = ("n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "share_expert_dim", "mlp_layer_types",
             "num_sliding_attention_heads", "per_layer_config", "rope_parameters")  # fmt: skip
-    for key in drop:
+    for key in (*drop, "mtp_layer_types"):
         del config[key]
     config |= {
         "moe_num_experts": 8, "moe_top_k": 3, "num_attention_groups": 2, "share_expert_dims": 64,
@@ -151,13 +153,21 @@ def as_published(folder: Path) -> dict[str, Tensor]:
 
 
 def test_keys_and_names_as_they_are_published(tmp_path: Path) -> None:
-    folder = write_checkpoint("step3.5", tmp_path)
+    """With the layer for multi-token prediction, which drafts."""
+    folder = write_mtp("step3.5", tmp_path)
     wanted = generate(make_engine(folder), greedy("a", PROMPT, 12))["a"]
     assert Reference(folder).agrees(PROMPT, wanted)
+    layer = PlainMtp(folder)
     assert any(".moe.up_proj." in name for name in as_published(folder))
     assert generate(make_engine(folder), greedy("a", PROMPT, 12))["a"] == wanted
-    with pytest.raises(ConfigError, match="mtp is not available for step3p5 models"):
-        make_engine(folder, speculation="mtp")
+    engine = eager_engine(folder, speculation="mtp", speculation_depth=3, num_blocks=100)
+    drafts = noted_drafts(engine)
+    assert generate(engine, greedy("a", PROMPT, 12))["a"] == wanted
+    right = [draft == layer.draft(tokens, len(draft)) for tokens, draft in drafts]
+    assert len(right) > 3 and all(right), right
+    config = json.loads((folder / "config.json").read_text())
+    other = {"layer_types": [*config["layer_types"][:3], "full_attention"]}
+    assert (read_config(config).mtp_like, read_config({**config, **other}).mtp_like) == (1, 0)
 
 
 def test_what_layers_are_made_of(tmp_path: Path) -> None:
@@ -192,7 +202,7 @@ def in_fp8(folder: Path) -> dict[str, Tensor]:
     """The published names with tiles of matrices and of stacks, which the edges of these may cut; the gates too. What
     these are as numbers."""
     tensors, plain = as_published(folder), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight") and "eh_proj" not in name]:
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name]
         rows, columns = (torch.arange(size) // TILE for size in weight.shape[-2:])
         scale = torch.rand(*weight.shape[:-2], int(rows[-1]) + 1, int(columns[-1]) + 1) * 0.002 + 0.001

@@ -100,6 +100,7 @@ class ConfigFields(TypedDict, total=False):
     mamba: MambaConfig
     mlp_bias: bool
     mlp_scales: tuple[float, float]
+    mtp_like: int | None
     max_positions: int
     moe: MoeConfig | None
     num_heads: int

@@ -3,8 +3,8 @@ one number for each head, gates and inputs of feed-forwards bounded in the last 
 beside one that all tokens visit.
 
 Published files have a key or an entry of a list for each property of each layer, also for the layers for multi-token
-prediction behind the others, which are not read. The reference reads some of them and takes the others for granted:
-those are held to what it computes.
+prediction behind the others, the first of which may draft. The reference reads some of them and takes the others for
+granted: those are held to what it computes.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ _PUBLISHED = (
     (".moe.gate.", ".mlp.gate."),
     (".moe.", ".mlp.experts."),
     (".share_expert.", ".mlp.shared_experts."),
+    (".transformer.shared_head.", ".shared_head."),
 )
 
 
@@ -79,7 +80,15 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
     if len({*heads}) > 1:
         fields["query_heads"] = heads
+        fields["mtp_like"] = _drafting(raw, windows)
     return fields
+
+
+def _drafting(raw: HFConfig, windows: Windows) -> int | None:
+    """A layer of the kind of the first one for multi-token prediction."""
+    kinds = raw["mtp_layer_types"] or [_FULL]
+    local = isinstance(kinds, list | tuple) and kinds[0] == _SLIDING
+    return next((index for index, window in enumerate(windows) if (window is not None) == local), None)
 
 
 def _translated(raw: HFConfig) -> dict[str, Any]:
@@ -88,7 +97,8 @@ def _translated(raw: HFConfig) -> dict[str, Any]:
     layers = layer_count(raw)
     padded = layers + (count(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0)
     cut = {key: raw[key][:layers] for key in _LISTS if isinstance(raw.get(key), list) and len(raw[key]) == padded}
-    return {**raw, **cut}
+    drafting = raw["layer_types"][layers:padded] if "layer_types" in cut else []
+    return {**raw, **({"mtp_layer_types": drafting} if drafting else {}), **cut}
 
 
 def _each(raw: HFConfig, key: str) -> Sequence[Any]:
