@@ -27,6 +27,7 @@ from penstock.engine.models.model_config import (
     NgramConfig,
     QueryGrowth,
     ShortConvConfig,
+    SparseBlockConfig,
     StreamsConfig,
     TokenInputs,
 )
@@ -118,6 +119,7 @@ class ConfigFields(TypedDict, total=False):
     short_conv: ShortConvConfig
     streams: StreamsConfig
     block_index: BlockIndexConfig
+    sparse_blocks: SparseBlockConfig
     ngrams: NgramConfig
     cycles: CyclesConfig
     tied_embeddings: bool
