@@ -10,7 +10,9 @@ import torch
 import transformers
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 
+from penstock.engine.adapters.layout import uncut
 from penstock.engine.adapters.model_sites import layout_of
+from penstock.engine.adapters.prefixes import read_prefix
 from penstock.engine.backends.activation import ClampedSwiglu
 from penstock.engine.backends.interface import SparseBlockLayout
 from penstock.engine.backends.reference.sparse_blocks import _chosen, _members
@@ -146,6 +148,12 @@ def test_adapters_are_cut_like_the_heads_that_choose() -> None:
     cuts = [adapter_cut(model, Place(rank, 8, 1), experts=False).outputs[index] for rank in range(8)]
     assert [cut[0] for cut in cuts] == [(128 * (rank // 2), 128 * (rank // 2 + 1)) for rank in range(8)]
     assert {cut[1] for cut in cuts} == {(0, 128)}
+
+
+def test_a_prefix_has_no_index_keys() -> None:
+    cut = uncut(layout_of(read_config(published()), experts=False))
+    with pytest.raises(CheckpointError, match="choose blocks by keys of their tokens"):
+        read_prefix(torch.zeros(4, 8 * 2 * 4 * 128), cut, torch.float32)
 
 
 @pytest.mark.parametrize(
