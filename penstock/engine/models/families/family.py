@@ -239,6 +239,11 @@ class GGUFFormat:
     """Whether numbers of KV heads and widths of feed-forwards may differ between layers without either of them."""
     window_heads: bool = False
     """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
+    query_heads: bool = False
+    """Whether numbers of query heads may differ between layers."""
+    window_rotated: bool = False
+    """Whether layers with a window rotate a share of each head of their own, which `config` reads
+    (`rope.dimension_count_swa`)."""
     window_rope: bool = False
     """Whether layers with a window have a rotary base of their own, which `config` reads (`rope.freq_base_swa`)."""
     final_norm: str = "output_norm"
