@@ -58,10 +58,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it does not hold a language model")
     hidden, layers = required("embedding_length"), required("block_count")
+    several = key.each("attention.head_count", layers) if family.gguf.query_heads else (0,)
     heads = 1
     if family.gguf.attention:
-        several = key.each("attention.head_count", layers) if family.gguf.query_heads else ()
-        heads = max(several) if several and min(several) else required("attention.head_count")
+        heads = max(several) if min(several) else required("attention.head_count")
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
     by_layer = family.gguf.mamba or family.gguf.short_conv or family.gguf.layer_sizes
