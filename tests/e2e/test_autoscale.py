@@ -32,6 +32,7 @@ TOKENS = 48
 def started(name: str, log: Path) -> Iterator[Server]:
     port = free_port()
     command = [*(sys.executable, "-m", "penstock", "serve", "-c", str(EXAMPLES / name), "--port", str(port))]
+    command += ["--set", "models.0.deterministic=true"]  # texts are compared, from batches of many sizes
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:

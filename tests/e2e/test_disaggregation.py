@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def server(default_model: Path, tmp_path: Path) -> Iterator[Server]:
-    with serving(default_model, tmp_path) as running:
+    with serving(default_model, tmp_path, ", deterministic: true") as running:
         yield running
 
 
@@ -91,7 +91,8 @@ def test_an_answer_survives_whatever_becomes_of_the_engine_that_computes_its_pro
 
 def test_a_rank_that_dies_on_either_side_of_a_handover_loses_nothing(default_model: Path, tmp_path: Path) -> None:
     """Both replicas on three ranks, and host memory behind them."""
-    with serving(default_model, tmp_path, ", tensor_parallel: 3, host_memory: 64MiB, watchdog_s: 120") as server:
+    more = ", deterministic: true, tensor_parallel: 3, host_memory: 64MiB, watchdog_s: 120"
+    with serving(default_model, tmp_path, more) as server:
         expected = ask(server, story(1))["choices"][0]["text"]
         assert eventually(lambda: server.metric("penstock_handovers_total") == 1, 60)
         assert server.metric("penstock_handover_blocks_received_total") > 10

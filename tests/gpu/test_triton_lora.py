@@ -385,8 +385,8 @@ def test_vectors_and_blocks_of_experts() -> None:
     reference.begin(tokens)
     without = before.forward(x.clone())
     for kernel in (ours, reference):
-        kernel.visits = VisitBank(3, DEVICE)
-        kernel.visits.put(0, changes)
+        kernel.banks.visits = VisitBank(3, DEVICE)
+        kernel.banks.visits.put(0, changes)
         kernel.begin(tokens)
     got = AdaptedExperts(grouped, ours, *places).forward(x.clone())
     want = before.forward(x.clone())

@@ -102,12 +102,12 @@ def test_rows_of_the_head_are_replaced_behind_a_step() -> None:
     from penstock.engine.adapters.rows import EndRows, ReplacedRows, RowBank
 
     ours, _ = kernels(ENDS, [8, 8], torch.float32, 8)
-    ours.rows = RowBank(2, 199, 48, torch.float32, DEVICE, most=4)
-    ours.rows.put(1, EndRows(head=ReplacedRows(torch.tensor([4]), torch.ones(1, 48))))
+    ours.banks.rows = RowBank(2, 199, 48, torch.float32, DEVICE, most=4)
+    ours.banks.rows.put(1, EndRows(head=ReplacedRows(torch.tensor([4]), torch.ones(1, 48))))
     ours.begin(np.array([1, 1, 0, -1, 1], np.int32))
     ours.begin_head(np.array([1, -1, 0], np.int32))
     x, y = rand(3, 48, dtype=torch.float32), torch.zeros(3, 199, device=DEVICE)
-    ours.rows.replace_logits(x, y)
+    ours.banks.rows.replace_logits(x, y)
     want = torch.zeros_like(y)
     want[0, 4] = x[0].sum()
     check("rows of the head", y, want, TOLERANCE[torch.float32])

@@ -38,11 +38,11 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         pair = kernels(ENDS, [5, 16], dtype, 16)
         ours, reference = pair
-        ours.vectors, reference.vectors = VectorTable(ENDS, 2, DEVICE), VectorBank(2, DEVICE)
+        ours.banks.vectors, reference.banks.vectors = VectorTable(ENDS, 2, DEVICE), VectorBank(2, DEVICE)
         for kernel in pair:
-            kernel.vectors.put(0, held)
-            kernel.vectors.put(0, None)
-            kernel.vectors.put(1, held)
+            kernel.banks.vectors.put(0, held)
+            kernel.banks.vectors.put(0, None)
+            kernel.banks.vectors.put(1, held)
         for tokens in (1, 20) if QUICK else (1, 17, 300):
             slots = rng.integers(-1, 2, tokens).astype(np.int32)
             slots[0] = 1
@@ -66,8 +66,8 @@ def test_outputs_are_scaled_and_shifted_behind_the_adapters() -> None:
         for alters in (True, False):
             use(ours, slots, bucket, alters=alters)
             if not alters:
-                assert not ours.vectors.active, "a graph for other adapters launches nothing for vectors"
-                reference.vectors.clear()
+                assert not ours.banks.vectors.active, "a graph for other adapters launches nothing for vectors"
+                reference.banks.vectors.clear()
             want = y.clone().float()
             reference.add(x.float(), want, placed)
             with poisoned_outputs():

@@ -89,7 +89,7 @@ class FusedAdaptedLinear:
         self._placed = placed
 
     def __call__(self, x: Tensor) -> Any:
-        inputs = self._kernel.inputs
+        inputs = self._kernel.banks.inputs
         base = self.base if inputs is None else inputs.over(self.base, self._placed)
         return self._kernel.beside(x, self._placed, base)
 

@@ -35,7 +35,7 @@ class _AdaptedColumns:
 
     def __call__(self, x: Tensor) -> Tensor:
         y, begin = self.base(x), 0
-        inputs = self._kernel.inputs
+        inputs = self._kernel.banks.inputs
         for placed in self._sites:
             end = begin + placed.site.outputs
             part = y[:, begin:end].contiguous()

@@ -29,10 +29,10 @@ class EmbeddingAdapters:
     placed: PlacedSite
 
     def known(self, token_ids: Tensor) -> Tensor:
-        return token_ids if self.kernel.rows is None else self.kernel.rows.known(token_ids)
+        return token_ids if self.kernel.banks.rows is None else self.kernel.banks.rows.known(token_ids)
 
     def __call__(self, token_ids: Tensor, stream: Tensor) -> None:
-        rows = self.kernel.rows
+        rows = self.kernel.banks.rows
         if rows is None:
             self.kernel.add_embedding(token_ids, stream, self.placed)
             return
@@ -46,8 +46,8 @@ class AdaptedHead(AdaptedLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.base(x)
-        if self._kernel.rows is not None:
-            self._kernel.rows.replace_logits(x, y)
+        if self._kernel.banks.rows is not None:
+            self._kernel.banks.rows.replace_logits(x, y)
         self._kernel.add_head(x, y, self._placed)
         return y
 

@@ -61,7 +61,7 @@ class _Visits:
         return self._apply(x, base, self.placed_down, pairs, weights)
 
     def _apply(self, x: Tensor, base: Base, placed: PlacedSite, pairs: Tensor | None, weights: Tensor | None) -> Tensor:
-        of, changes = self._of(pairs), self.kernel.visits
+        of, changes = self._of(pairs), self.kernel.banks.visits
         y = base(x) if changes is None else changes.over(base, x, placed, *of)
         self.kernel.add_visits(x, y, placed, *of, weights)
         if changes is not None:

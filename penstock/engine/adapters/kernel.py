@@ -7,39 +7,17 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from penstock.engine.adapters.adaption_prompts import AdaptionBank
-from penstock.engine.adapters.head_norms import HeadNormBank
-from penstock.engine.adapters.inputs import InputBank
+from penstock.engine.adapters.banks import Banks
 from penstock.engine.adapters.layout import PlacedSite
-from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.prefixes import PrefixBank
-from penstock.engine.adapters.rows import RowBank
-from penstock.engine.adapters.vectors import Vectors
-from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.models.layers.linear import Linear
 
 
 class LoraKernel(Protocol):
     """Holds the adapters of all slots and adds them to the outputs of linears."""
 
-    rows: RowBank | None
-    """What adapters replace of embedding and head; None: none may. It is told of slots and steps as the kernel is."""
-    vectors: Vectors | None
-    """What adapters do to single outputs; the same. `add` and its like end with it."""
-    norms: Norms | None
-    """The norms that adapters replace; the same."""
-    head_norms: HeadNormBank | None
-    """Those of queries and keys; the same."""
-    inputs: InputBank | None
-    """What adapters do to the inputs of linears; the same."""
-    prefixes: PrefixBank | None
-    """Keys and values that adapters put before those of prompts; the same."""
-    adaption: AdaptionBank | None
-    """Learned tokens that queries attend to by themselves; the same."""
-    visits: VisitBank | None
-    """What adapters do to outputs and inputs of experts and of `kv_b_proj`; the same. Those who call `add_visits` ask
-    it too."""
+    banks: Banks
+    """What adapters bring beside their matrices. It is told of slots and steps as the kernel is."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""
@@ -88,7 +66,7 @@ class AdaptedLinear:
         self._placed = placed
 
     def __call__(self, x: Tensor) -> Tensor:
-        inputs = self._kernel.inputs
+        inputs = self._kernel.banks.inputs
         y = (self.base if inputs is None else inputs.over(self.base, self._placed))(x)
         self._kernel.add(x, y, self._placed)
         return y

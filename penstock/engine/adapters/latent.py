@@ -49,15 +49,15 @@ class AbsorbedAdapters:
             made[tokens] = (own if change.shift is None else own + change.shift).to(made.dtype)
 
     def _changes(self, placed: PlacedSite, x: Tensor) -> list[tuple[VisitChange, Tensor]]:
-        visits = self.kernel.visits
+        visits = self.kernel.banks.visits
         return [] if visits is None else visits.found(placed, self.kernel.token_slots[: x.shape[0]])
 
     def _turn(self, x: Tensor, placed: PlacedSite, *, backwards: bool = False) -> None:
         for change, tokens in self._changes(placed, x):
             for blocks in change.blocks[0].values() if change.blocks else ():
                 own, of = x[tokens], blocks.transpose(1, 2) if backwards else blocks
-                assert self.kernel.visits is not None
-                made = turned(own.flatten(0, 1), of, one_by_one=self.kernel.visits.one_by_one)
+                assert self.kernel.banks.visits is not None
+                made = turned(own.flatten(0, 1), of, one_by_one=self.kernel.banks.visits.one_by_one)
                 x[tokens] = made.view(own.shape)
 
     def _add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:

@@ -121,7 +121,7 @@ class _AdaptedPass:
         if divided is not None:
             slots = self._kernel.token_slots.cpu().numpy()
             divided.before = partial(self._begin, entry, slots)
-        rows, hook = self._kernel.rows, None
+        rows, hook = self._kernel.banks.rows, None
         self._ids = entry
         if rows is not None and self._embedding is not None:
             hook = self._embedding.register_forward_hook(self._with_rows)
@@ -143,7 +143,7 @@ class _AdaptedPass:
 
     def _with_rows(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         """What the embedding gives, with the rows of virtual tokens."""
-        assert self._kernel.rows is not None
+        assert self._kernel.banks.rows is not None
         embedded = embedded.clone()
-        self._kernel.rows.replace_embedding(self._ids, embedded.view(len(self._ids), -1))
+        self._kernel.banks.rows.replace_embedding(self._ids, embedded.view(len(self._ids), -1))
         return embedded

@@ -54,15 +54,15 @@ class AdaptedModel:
 
     def with_altered(self) -> AdaptedModel:
         """The same with a decoder of that name, made when all others are connected to their ranks."""
-        if self.kernel.norms is None or self.further is None:
+        if self.kernel.banks.norms is None or self.further is None:
             return self
-        altered = with_norms(self.further, self.kernel.norms)
-        if self.kernel.head_norms is not None:
-            altered = with_head_norms(altered, self.kernel.head_norms)
-        if self.kernel.prefixes is not None:
-            altered = with_prefixes(altered, self.kernel.prefixes)
-        if self.kernel.adaption is not None:
-            altered = with_adaption_prompts(altered, self.kernel.adaption)
+        altered = with_norms(self.further, self.kernel.banks.norms)
+        if self.kernel.banks.head_norms is not None:
+            altered = with_head_norms(altered, self.kernel.banks.head_norms)
+        if self.kernel.banks.prefixes is not None:
+            altered = with_prefixes(altered, self.kernel.banks.prefixes)
+        if self.kernel.banks.adaption is not None:
+            altered = with_adaption_prompts(altered, self.kernel.banks.adaption)
         return dataclasses.replace(self, altered=altered)
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
@@ -110,7 +110,7 @@ class AdapterRuntime:
     @property
     def room(self) -> int:
         """Tokens that adapters may have behind the model's vocabulary."""
-        return 0 if self.kernel.rows is None else self.kernel.rows.room
+        return 0 if self.kernel.banks.rows is None else self.kernel.banks.rows.room
 
     @property
     def kernel(self) -> LoraKernel:
@@ -177,7 +177,7 @@ class AdapterRuntime:
         """The head for rows of logits with these slots."""
         assert self.further is not None
         self.begin_head(slots)
-        rows = self.kernel.rows
+        rows = self.kernel.banks.rows
         return self.further.head if rows is None else BoundedHead(self.further.head, rows, self.further.config)
 
     def begin_head(self, slots: np.ndarray) -> None:

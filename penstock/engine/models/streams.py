@@ -59,6 +59,6 @@ class StreamsDecoder(Decoder):
             tokens.ids = token_ids
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        self._tell(token_ids if self.embedded is None else self.embedded.known(token_ids))
+        self._tell(token_ids)  # those behind the vocabulary too, which adapters bring: n-grams are of any ids
         stream = Decoder.embed(self, token_ids)
         return stream.repeat(1, self._width // stream.shape[1])

@@ -214,7 +214,7 @@ def adapt_model(
     kernel = backend.lora_kernel(layout, slots, most, dtype)
     if (layout.ends or layout.virtual_only) and any(site.end for site in layout.sites):
         width = next((site.outputs for site in layout.sites if site.end == "embedding"), decoder.config.hidden_size)
-        kernel.rows = RowBank(
+        kernel.banks.rows = RowBank(
             slots,
             decoder.config.vocab_size,
             width,
@@ -225,12 +225,12 @@ def adapt_model(
             one_by_one=decoder.ops.batch_invariant,
         )
     reserved = with_vectors(config)
-    kernel.vectors = backend.vector_bank(layout, slots, reserved=reserved)
-    kernel.head_norms = HeadNormBank(slots, decoder.embedding.device)
-    kernel.prefixes = PrefixBank(slots, decoder.embedding.device)
-    kernel.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
-    kernel.adaption = AdaptionBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
-    kernel.visits = VisitBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.banks.vectors = backend.vector_bank(layout, slots, reserved=reserved)
+    kernel.banks.head_norms = HeadNormBank(slots, decoder.embedding.device)
+    kernel.banks.prefixes = PrefixBank(slots, decoder.embedding.device)
+    kernel.banks.inputs = InputBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.banks.adaption = AdaptionBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
+    kernel.banks.visits = VisitBank(slots, decoder.embedding.device, one_by_one=decoder.ops.batch_invariant)
     if library is not None:
         beside = beside_slots(config, backend, cut, activations)
         return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read, beside=beside)
@@ -244,7 +244,7 @@ def adapt_model(
     # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
     other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
     always = decoder.ops.batch_invariant and other_launches
-    kernel.norms = backend.norm_bank(norms_of(decoder), slots, reserved=reserved)
+    kernel.banks.norms = backend.norm_bank(norms_of(decoder), slots, reserved=reserved)
     return AdaptedModel(
         kernel, plain, layout, dtype, read, narrow, further, always, captures_altered=reserved,
         beside=beside_slots(config, backend, cut, activations),
@@ -256,7 +256,7 @@ def manage_adapters(
 ) -> AdapterRuntime:
     """The adapters of an engine. `find` gives the local folder of an adapter's source; it runs on a loader thread."""
     slots, host_slots = slot_count(config), config.adapter_host_slots
-    rows, vocabulary = model.kernel.rows, model.decoder.config.vocab_size
+    rows, vocabulary = model.kernel.banks.rows, model.decoder.config.vocab_size
     room = 0 if rows is None else rows.room
     if ranks is None:
         pool = AdapterPool(

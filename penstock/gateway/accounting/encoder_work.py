@@ -16,6 +16,7 @@ from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.cost_limit import check_cost
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
+from penstock.gateway.accounting.targets import TTFT, check_targets, in_time
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.data_rules import permit
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
@@ -101,6 +102,7 @@ class EncoderWork:
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
         try:
+            check_targets(exchange, followed=(TTFT,))
             check_cost(self._quotas, exchange, counted.model, tokens)
             reservation = await self._quotas.reserve(exchange, counted)
         except BaseException:
@@ -120,17 +122,18 @@ class EncoderWork:
 
         try:
             with exchange.watched(leave):
-                try:
-                    result = await asyncio.wait_for(task, None if cap is None else cap.value)
-                except TimeoutError:
-                    if cap is None or not task.cancelled():
+                async with in_time(exchange):
+                    try:
+                        result = await asyncio.wait_for(task, None if cap is None else cap.value)
+                    except TimeoutError:
+                        if cap is None or not task.cancelled():
+                            raise
+                        raise TimeLimitReached(cap.whose, cap.value, cap.scope) from None
+                    except asyncio.CancelledError:
+                        task.cancel()
+                        if left:
+                            raise ClientDisconnected from None
                         raise
-                    raise TimeLimitReached(cap.whose, cap.value, cap.scope) from None
-                except asyncio.CancelledError:
-                    task.cancel()
-                    if left:
-                        raise ClientDisconnected from None
-                    raise
             if told is not None:
                 tokens = counted.prompt_tokens = told(result)
             counted.billable = True

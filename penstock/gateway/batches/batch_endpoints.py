@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.app.data_rules import sent_require
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
@@ -53,6 +54,7 @@ class BatchEndpoints:
 
     async def create_batch(self, exchange: Exchange) -> None:
         request = decode(_decoder, await exchange.body(self._body_limit))
+        check_targets(exchange, followed=())
         batches, files, caller = self._batches, self._files, exchange.caller
         if request.endpoint not in ENDPOINTS or not self._runner.serves(request.endpoint):
             served = ", ".join(path for path in ENDPOINTS if self._runner.serves(path))

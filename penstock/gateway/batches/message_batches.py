@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.config.batches import BatchesConfig
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.app.data_rules import sent_require
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
@@ -76,6 +77,7 @@ class MessageBatchEndpoints:
 
     async def create_message_batch(self, exchange: Exchange) -> None:
         decode_query(MessageBatchQuery, exchange.scope)
+        check_targets(exchange, followed=())
         caller = exchange.caller
         async with exchange.upload(self._config.file_limit) as arrived, self._uploads.slot(caller.tenant):
             body = await arrived.read()

@@ -226,7 +226,7 @@ class RemoteGenerations:
 
     def _check(self, attempt: Attempt, request: ChatRequest | CompletionRequest, model: RemoteModel) -> None:
         check_stream_options(request)
-        check_targets(attempt.exchange, followed=False)
+        check_targets(attempt.exchange, followed=())
         self.watermarks.check_remote(attempt.exchange, request.watermark, model.name)
         if attempt.is_fallback:
             check_foreign_tokens(request)

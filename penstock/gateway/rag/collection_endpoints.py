@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.accounting.targets import in_time
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
@@ -126,8 +127,9 @@ class CollectionEndpoints:
         if isinstance(encoder, RemoteEmbedder):
             tokens = estimate([request.query])
         else:
-            most = (await encoder.open()).max_model_len
-            tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
+            async with in_time(exchange):
+                most = (await encoder.open()).max_model_len
+                tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
         work = search(self._knowledge, collection, request.query, request)
         found = await self._encoder_work.run(exchange, encoder, 1, tokens, work)
         await exchange.reply_json(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
@@ -163,3 +164,26 @@ def test_tokens_that_could_be_generated_but_not_read_are_refused(base: Path, tmp
 def test_room_is_what_the_configuration_says(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
     adapter = Path(specs[0].source)
     assert "unless adapter_tokens is at least that" in failure(base, adapter, adapter_tokens=COUNT - OWN - 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ngrams_are_of_their_ids(tmp_path: Path, stages: int) -> None:
+    """As in transformers, where a larger embedding does not change how ids are hashed."""
+    base = write_checkpoint("qwen4-exp", tmp_path / "base", ple_layer_ids=[1, 4])
+    folder = write_saved(tmp_path / "own", base, rows=slice(0, 0), count=COUNT)
+    file = folder / "adapter_model.safetensors"
+    tensors = {key: 0 * one if "lora_B" in key else one for key, one in load_file(file).items()}
+    save_file(tensors, file)
+    reference = Reference(base)
+    reference.model.resize_token_embeddings(COUNT, mean_resizing=False)
+    for end, at in (("get_input_embeddings", "model.embed_tokens"), ("get_output_embeddings", "lm_head")):
+        getattr(reference.model, end)().weight.data.copy_(tensors[f"base_model.model.{at}.weight"])
+    requests = [ask(f"r{i}", prompt, "own") for i, prompt in enumerate(prompts(4, COUNT))]
+    specs = (AdapterSpec("own", str(folder)),)
+    if stages > 1:
+        with threaded_engine(base, 1, stages, adapters=specs) as engine:
+            got = generate(engine, *requests)
+    else:
+        got = generate(make_engine(base, adapters=specs), *requests)
+    for request in requests:
+        assert reference.agrees(request.prompt, got[request.request_id], TIE), request.request_id

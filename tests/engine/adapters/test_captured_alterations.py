@@ -39,7 +39,8 @@ class CapturedLora(ReferenceLora):
         slots = tables["lora_tokens"].numpy().copy()
         self.begin(slots)
         self.begin_head(slots)
-        for bank in (self.rows, *(() if alters else (self.vectors, self.norms))):
+        of = self.banks
+        for bank in (of.rows, *(() if alters else (of.vectors, of.norms))):
             if bank is not None:
                 bank.clear()
 

@@ -117,11 +117,11 @@ def test_rows_of_the_head_are_replaced_behind_a_step(kind: str) -> None:
     slots = np.array([1, -1, 1], np.int32)
     native = kind == "native"
     lora = CpuLora(Handle(1, "native"), LAYOUT, 2) if native else ReferenceLora(LAYOUT, 2, torch.device("cpu"))
-    lora.rows = RowBank(2, 10, 6, torch.float32, torch.device("cpu"))
+    lora.banks.rows = RowBank(2, 10, 6, torch.float32, torch.device("cpu"))
     row = ReplacedRows(torch.tensor([4]), torch.ones(1, 6))
     lora.put(1, replace(adapter(2, torch.float32), rows=EndRows(head=row)))
     lora.begin(np.array([1, 1, 1, -1, 1], np.int32))
     lora.begin_head(slots)
     x, y = torch.randn(3, 6), torch.zeros(3, 10)
-    lora.rows.replace_logits(x, y)
+    lora.banks.rows.replace_logits(x, y)
     torch.testing.assert_close(y[:, 4], x.sum(1) * torch.tensor([1.0, 0.0, 1.0]))

@@ -120,6 +120,20 @@ async def test_a_batch_is_answered_line_by_line_for_half_the_price(serving: Serv
             await client.files.content(file.id)
 
 
+async def test_latency_that_a_batch_cannot_keep_is_named(serving: Serving, tmp_path: Path) -> None:
+    params = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    async with serving(**settings(f"sqlite:///{tmp_path / 'x.db'}")) as running, client_of(running) as client:
+        file = await client.files.create(file=("x", jsonl(request("a"))), purpose="batch")
+        chats = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        messages = {"requests": [{"custom_id": "a", "params": params}]}
+        for path, body in (("/v1/batches", chats), ("/v1/messages/batches", messages)):
+            refused = await running.client.post(path, json=body, headers={"x-slo-ttft-ms": "soon"})
+            assert refused.status_code == 400 and "x-slo-ttft-ms" in refused.text
+            made = await running.client.post(path, json=body, headers={"x-slo-ttft-ms": "900", "x-slo-tpot-ms": "9"})
+            assert made.status_code == 200, made.text
+            assert made.headers["x-penstock-ignored"] == "x-slo-ttft-ms, x-slo-tpot-ms"
+
+
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses"])
 async def test_other_endpoints_too(serving: Serving, tmp_path: Path, endpoint: str) -> None:
     body = {"input": "hi"} if "responses" in endpoint else {"prompt": "hi"}

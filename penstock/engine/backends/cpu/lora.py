@@ -9,17 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.adaption_prompts import AdaptionBank
-from penstock.engine.adapters.head_norms import HeadNormBank
-from penstock.engine.adapters.inputs import InputBank
+from penstock.engine.adapters.banks import Banks
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
-from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.prefixes import PrefixBank
-from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import Vectors
-from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
 
@@ -34,14 +27,7 @@ class CpuLora:
 
     def __init__(self, handle: Handle, layout: AdapterLayout, slots: int, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: of the adapters; that of the activations, or float16 where those are float32."""
-        self.rows: RowBank | None = None
-        self.vectors: Vectors | None = None
-        self.norms: Norms | None = None
-        self.head_norms: HeadNormBank | None = None
-        self.inputs: InputBank | None = None
-        self.prefixes: PrefixBank | None = None
-        self.adaption: AdaptionBank | None = None
-        self.visits: VisitBank | None = None
+        self.banks = Banks()
         self._handle = handle
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._pointers = np.zeros(slots, np.uint64)
@@ -59,52 +45,19 @@ class CpuLora:
         }  # fmt: skip
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        if self.rows is not None:
-            self.rows.put(slot, adapter.rows)
-        if self.vectors is not None:
-            self.vectors.put(slot, adapter.vectors)
-        if self.norms is not None:
-            self.norms.put(slot, adapter.norms)
-        if self.head_norms is not None:
-            self.head_norms.put(slot, adapter.head_norms)
-        if self.inputs is not None:
-            self.inputs.put(slot, adapter.inputs)
-        if self.prefixes is not None:
-            self.prefixes.put(slot, adapter.prefix)
-        if self.adaption is not None:
-            self.adaption.put(slot, adapter.adaption)
-        if self.visits is not None:
-            self.visits.put(slot, adapter.visits)
+        self.banks.put(slot, adapter)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()
 
     def begin(self, slots: np.ndarray) -> None:
-        if self.rows is not None:
-            self.rows.begin(slots)
-        if self.vectors is not None:
-            self.vectors.begin(slots)
-        if self.norms is not None:
-            self.norms.begin(slots)
-        if self.head_norms is not None:
-            self.head_norms.begin(slots)
-        if self.inputs is not None:
-            self.inputs.begin(slots)
-        if self.prefixes is not None:
-            self.prefixes.begin(slots)
-        if self.adaption is not None:
-            self.adaption.begin(slots)
-        if self.visits is not None:
-            self.visits.begin()
+        self.banks.begin(slots)
         self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)
 
     def begin_head(self, slots: np.ndarray) -> None:
-        if self.rows is not None:
-            self.rows.begin_head(slots)
-        if self.vectors is not None:
-            self.vectors.begin_head(slots)
+        self.banks.begin_head(slots)
         self._head_tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._head_step, tiles, self._ranks)
 
@@ -120,13 +73,13 @@ class CpuLora:
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed, self._common)
-        if self.vectors is not None:
-            self.vectors.alter(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter(y, placed)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed, {**self._common, "step": ctypes.addressof(self._head_step)})
-        if self.vectors is not None:
-            self.vectors.alter_head(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter_head(y, placed)
 
     def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
         need_contiguous(token_ids, "token_ids")
@@ -137,8 +90,8 @@ class CpuLora:
         if y.shape != (len(token_ids), site.outputs):
             raise LayoutError(f"{len(token_ids)} tokens and y {tuple(y.shape)} do not fit {site}")
         self._call(site, placed, {**self._common, "ids": token_ids.data_ptr()}, y, dtype_code(y, "y"))
-        if self.vectors is not None:
-            self.vectors.alter(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter(y, placed)
 
     def add_visits(
         self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None

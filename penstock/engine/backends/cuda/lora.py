@@ -21,18 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.adaption_prompts import AdaptionBank
 from penstock.engine.adapters.apply import TABLES
-from penstock.engine.adapters.head_norms import HeadNormBank
-from penstock.engine.adapters.inputs import InputBank
+from penstock.engine.adapters.banks import Banks
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
-from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.prefixes import PrefixBank
-from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
-from penstock.engine.adapters.vectors import Vectors
-from penstock.engine.adapters.visits import VisitBank
 from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
@@ -89,14 +82,7 @@ class TritonLora:
         """`fixed`: what a token gets does not depend on the others of its step: all steps go one way, over tiles of
         one size, and sums are rounded where they are added."""
         assert layout.by_output
-        self.rows: RowBank | None = None
-        self.vectors: Vectors | None = None
-        self.norms: Norms | None = None
-        self.head_norms: HeadNormBank | None = None
-        self.inputs: InputBank | None = None
-        self.prefixes: PrefixBank | None = None
-        self.adaption: AdaptionBank | None = None
-        self.visits: VisitBank | None = None
+        self.banks = Banks()
         self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
@@ -117,22 +103,7 @@ class TritonLora:
         sites], no part of which is used twice, and the ranks of its tokens [sites, tokens]."""
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        if self.rows is not None:
-            self.rows.put(slot, adapter.rows)
-        if self.vectors is not None:
-            self.vectors.put(slot, adapter.vectors)
-        if self.norms is not None:
-            self.norms.put(slot, adapter.norms)
-        if self.head_norms is not None:
-            self.head_norms.put(slot, adapter.head_norms)
-        if self.inputs is not None:
-            self.inputs.put(slot, adapter.inputs)
-        if self.prefixes is not None:
-            self.prefixes.put(slot, adapter.prefix)
-        if self.adaption is not None:
-            self.adaption.put(slot, adapter.adaption)
-        if self.visits is not None:
-            self.visits.put(slot, adapter.visits)
+        self.banks.put(slot, adapter)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:
@@ -141,22 +112,7 @@ class TritonLora:
             self._parts[slot].copy_(adapter.parts, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
-        if self.rows is not None:
-            self.rows.begin(slots)
-        if self.vectors is not None:
-            self.vectors.begin(slots)
-        if self.norms is not None:
-            self.norms.begin(slots)
-        if self.head_norms is not None:
-            self.head_norms.begin(slots)
-        if self.inputs is not None:
-            self.inputs.begin(slots)
-        if self.prefixes is not None:
-            self.prefixes.begin(slots)
-        if self.adaption is not None:
-            self.adaption.begin(slots)
-        if self.visits is not None:
-            self.visits.begin()
+        self.banks.begin(slots)
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
         block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
@@ -171,10 +127,7 @@ class TritonLora:
         return dict(zip(TABLES, values, strict=True))
 
     def use(self, tables: dict[str, Tensor], tokens: int, *, alters: bool = False) -> None:
-        banks = (self.rows, self.vectors, self.norms, self.head_norms, self.inputs, self.prefixes, self.adaption)
-        for bank in (*banks, self.visits):
-            if bank is not None:
-                bank.clear()
+        self.banks.clear()
         order, slots, starts, counts, of = (tables[name] for name in TABLES)
         self._begin(_Step(order, slots, starts, counts, of, most_tiles(tokens, self._count, _FEW), _FEW, True, alters))
         if alters:
@@ -182,13 +135,13 @@ class TritonLora:
 
     def look_up_all(self) -> None:
         """Have the step that has begun change outputs and norms as if some adapter of it did."""
-        for bank in (self.vectors, self.norms):
+        for bank in (self.banks.vectors, self.banks.norms):
             if isinstance(bank, VectorTable | NormTable):
                 bank.active = True
 
     def _begin(self, step: _Step) -> None:
         self._step = step
-        for bank in (self.vectors, self.norms):
+        for bank in (self.banks.vectors, self.banks.norms):
             if isinstance(bank, VectorTable | NormTable):
                 bank.token_slots = step.tokens
         self._pass = None
@@ -270,21 +223,18 @@ class TritonLora:
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
-        if self.vectors is not None:
-            self.vectors.alter(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter(y, placed)
 
     def begin_head(self, slots: np.ndarray) -> None:
         self.begin(slots)
-        if self.rows is not None:
-            self.rows.begin_head(slots)  # behind `begin`, which forgets the rows of logits of the step before
-        if self.vectors is not None:
-            self.vectors.begin_head(slots)
+        self.banks.begin_head(slots)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         """In a graph all tokens have logits, so their tiles are those of the step."""
         self._launch(x, self._partial(x, placed), y, placed, add=True)
-        if self.vectors is not None:
-            self.vectors.alter_head(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter_head(y, placed)
 
     def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
         step, site = self._step, placed.site
@@ -308,8 +258,8 @@ class TritonLora:
             pdl=self.pdl,
         )
         self._expand(columns, y, placed, add=True)
-        if self.vectors is not None:
-            self.vectors.alter(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter(y, placed)
 
     def _partial(self, x: Tensor, placed: PlacedSite) -> Tensor:
         """Room for the partial sums of `_launch`."""

@@ -8,17 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.adaption_prompts import AdaptionBank
-from penstock.engine.adapters.head_norms import HeadNormBank
-from penstock.engine.adapters.inputs import InputBank
+from penstock.engine.adapters.banks import Banks
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
-from penstock.engine.adapters.norms import Norms
 from penstock.engine.adapters.peft import LoadedAdapter
-from penstock.engine.adapters.prefixes import PrefixBank
-from penstock.engine.adapters.rows import RowBank
 from penstock.engine.adapters.tiles import Tiles, make_tiles
-from penstock.engine.adapters.vectors import Vectors
-from penstock.engine.adapters.visits import VisitBank
 
 _BLOCK = 1 << 30
 """Tokens per tile: all that share a slot."""
@@ -28,14 +21,7 @@ class ReferenceLora:
     """See `LoraKernel`."""
 
     def __init__(self, layout: AdapterLayout, slots: int, device: torch.device) -> None:
-        self.rows: RowBank | None = None
-        self.vectors: Vectors | None = None
-        self.norms: Norms | None = None
-        self.head_norms: HeadNormBank | None = None
-        self.inputs: InputBank | None = None
-        self.prefixes: PrefixBank | None = None
-        self.adaption: AdaptionBank | None = None
-        self.visits: VisitBank | None = None
+        self.banks = Banks()
         self._layout = layout
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
@@ -44,42 +30,12 @@ class ReferenceLora:
         self._groups: list[tuple[int, Tensor]] = []
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        if self.rows is not None:
-            self.rows.put(slot, adapter.rows)
-        if self.vectors is not None:
-            self.vectors.put(slot, adapter.vectors)
-        if self.norms is not None:
-            self.norms.put(slot, adapter.norms)
-        if self.head_norms is not None:
-            self.head_norms.put(slot, adapter.head_norms)
-        if self.inputs is not None:
-            self.inputs.put(slot, adapter.inputs)
-        if self.prefixes is not None:
-            self.prefixes.put(slot, adapter.prefix)
-        if self.adaption is not None:
-            self.adaption.put(slot, adapter.adaption)
-        if self.visits is not None:
-            self.visits.put(slot, adapter.visits)
+        self.banks.put(slot, adapter)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
-        if self.rows is not None:
-            self.rows.begin(slots)
-        if self.vectors is not None:
-            self.vectors.begin(slots)
-        if self.norms is not None:
-            self.norms.begin(slots)
-        if self.head_norms is not None:
-            self.head_norms.begin(slots)
-        if self.inputs is not None:
-            self.inputs.begin(slots)
-        if self.prefixes is not None:
-            self.prefixes.begin(slots)
-        if self.adaption is not None:
-            self.adaption.begin(slots)
-        if self.visits is not None:
-            self.visits.begin()
+        self.banks.begin(slots)
         self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [
@@ -109,15 +65,12 @@ class ReferenceLora:
 
     def begin_head(self, slots: np.ndarray) -> None:
         self.begin(slots)
-        if self.rows is not None:
-            self.rows.begin_head(slots)  # behind `begin`, which forgets the rows of logits of the step before
-        if self.vectors is not None:
-            self.vectors.begin_head(slots)
+        self.banks.begin_head(slots)
 
     def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed)
-        if self.vectors is not None:
-            self.vectors.alter_head(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter_head(y, placed)
 
     def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
         site = placed.site
@@ -131,13 +84,13 @@ class ReferenceLora:
                 up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
                 added = down[:, token_ids[tokens]].t().float() @ up.float()
                 y.index_add_(0, tokens, added.to(y.dtype))
-        if self.vectors is not None:
-            self.vectors.alter(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter(y, placed)
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed)
-        if self.vectors is not None:
-            self.vectors.alter(y, placed)
+        if self.banks.vectors is not None:
+            self.banks.vectors.alter(y, placed)
 
     def _add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         for slot, tokens in self._groups:

@@ -62,7 +62,7 @@ class EngineLinear(nn.Module):
         if self.kernel is None:
             y = self.linear(rows)
         else:
-            inputs = self.kernel.inputs
+            inputs = self.kernel.banks.inputs
             y = (self.linear if inputs is None else inputs.over(self.linear, self.placed))(rows)
             self.kernel.add(rows, y, self.placed)
         if self.over_ranks is not None:

@@ -13,6 +13,7 @@ from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.accounting.targets import in_time
 from penstock.gateway.api.openai.remote_encodings import RemoteEncodings
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder
@@ -65,8 +66,9 @@ class EmbeddingEndpoints:
             rows, tokens = await self._remotes.vectors(exchange, request, remote, inputs)
             return Encoded(remote.name, [_written(row, request.encoding_format) for row in rows], tokens)
         embedder = self._encoder_work.find(exchange, request.model or None)
-        info = await embedder.open()
-        ids = await self._prepared(exchange, request, embedder, info, inputs)
+        async with in_time(exchange):
+            info = await embedder.open()
+            ids = await self._prepared(exchange, request, embedder, info, inputs)
         tokens = sum(map(len, ids))
         work = embedder.run(ids, "sentence", priority=_priority(exchange))
         numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
@@ -82,8 +84,9 @@ class EmbeddingEndpoints:
             await self._pool_remote(exchange, request, remote, inputs)
             return
         embedder = self._encoder_work.find(exchange, request.model or None)
-        info = await embedder.open()
-        ids = await self._prepared(exchange, request, embedder, info, inputs)
+        async with in_time(exchange):
+            info = await embedder.open()
+            ids = await self._prepared(exchange, request, embedder, info, inputs)
         each = request.task == "token_embed"
         work = embedder.run(ids, "tokens" if each else "sentence", priority=_priority(exchange))
         tokens = sum(map(len, ids))

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.accounting.targets import in_time
 from penstock.gateway.api.openai.remote_encodings import RemoteEncodings
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder
@@ -53,9 +54,10 @@ class RerankEndpoints:
         query = await self._guardrails.prompt(exchange, query)
         texts = [await self._guardrails.prompt(exchange, text) for text in texts]
         whole = texts
-        info = await embedder.open()
+        async with in_time(exchange):
+            info = await embedder.open()
         window, tenant = info.max_model_len, exchange.caller.tenant
-        async with self._encoder_work.text_work(exchange, embedder, exchange.body_size):
+        async with in_time(exchange), self._encoder_work.text_work(exchange, embedder, exchange.body_size):
             if request.max_tokens_per_doc:
                 texts = await embedder.beginnings(texts, request.max_tokens_per_doc, tenant=tenant)
             found = await embedder.tokenize([query, *texts], window, tenant=tenant)

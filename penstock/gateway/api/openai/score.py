@@ -8,6 +8,7 @@ import uuid
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.accounting.targets import in_time
 from penstock.gateway.api.openai.remote_encodings import RemoteEncodings
 from penstock.gateway.api.openai.rerank import share
 from penstock.gateway.app.exchange import Exchange
@@ -50,9 +51,10 @@ class ScoreEndpoints:
         _check_sides(queries, left, documents, right)
         queries = [await self._guardrails.prompt(exchange, text) for text in queries]
         documents = [await self._guardrails.prompt(exchange, text) for text in documents]
-        info = await embedder.open()
+        async with in_time(exchange):
+            info = await embedder.open()
         window, tenant = info.max_model_len, exchange.caller.tenant
-        async with self._encoder_work.text_work(exchange, embedder, exchange.body_size):
+        async with in_time(exchange), self._encoder_work.text_work(exchange, embedder, exchange.body_size):
             found = await embedder.tokenize([*queries, *documents], window, tenant=tenant)
             lengths = [min(len(ids), window) for ids in found]
             longest = max(lengths[: len(queries)])

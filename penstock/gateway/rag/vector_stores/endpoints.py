@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.accounting.targets import in_time
 from penstock.gateway.app.decoding import decode, decode_query, not_supported
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery
@@ -149,8 +150,9 @@ class VectorStoreEndpoints:
         if isinstance(encoder, RemoteEmbedder):
             tokens = estimate(queries)
         else:
-            most = (await encoder.open()).max_model_len
-            tokens = sum(map(len, await encoder.tokenize(queries, most, tenant=exchange.caller.tenant)))
+            async with in_time(exchange):
+                most = (await encoder.open()).max_model_len
+                tokens = sum(map(len, await encoder.tokenize(queries, most, tenant=exchange.caller.tenant)))
         work = search_stores(self._knowledge, [store], queries, wanted)
         hits = await self._encoder_work.run(exchange, encoder, len(queries), tokens, work)
         entries = [{**hit.body(), "content": [{"type": "text", "text": hit.passage.stored.chunk.text}]} for hit in hits]
