@@ -58,12 +58,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it does not hold a language model")
     hidden, layers = required("embedding_length"), required("block_count")
+    if layers > len(file.tensors):
+        raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
     several = key.each("attention.head_count", layers) if family.gguf.query_heads else (0,)
     heads = 1
     if family.gguf.attention:
         heads = max(several) if min(several) else required("attention.head_count")
-    if layers > len(file.tensors):
-        raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
     by_layer = family.gguf.mamba or family.gguf.short_conv or family.gguf.layer_sizes
     kv_heads, width = (
         max(key.each(name, layers)) or otherwise if by_layer else key.whole(name, otherwise)
