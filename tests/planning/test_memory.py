@@ -37,7 +37,7 @@ from penstock.planning.memory import (
 from penstock.planning.model_shape import known_config, model_shape
 from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
-from tests.planning.test_model_shape import INDEX, LAGUNA, of
+from tests.planning.test_model_shape import INDEX, LAGUNA, MINIMAX_M3, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -152,6 +152,7 @@ NEWEST = [
     of("hy_v4", **SPARSE, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
+    {**of("minimax_m3_vl_text"), **MINIMAX_M3},
     of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
 ]
 

@@ -82,6 +82,7 @@ from penstock.engine.backends.interface.recurrence import (
     ShortConvWeights,
 )
 from penstock.engine.backends.interface.sampling import SamplingOps
+from penstock.engine.backends.interface.sparse_blocks import SparseBlockIndex, SparseBlockLayout, SparseBlockOps
 
 __all__ = [
     "FP8",
@@ -137,6 +138,9 @@ __all__ = [
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",
+    "SparseBlockIndex",
+    "SparseBlockLayout",
+    "SparseBlockOps",
     "Staging",
     "StateBatch",
     "StepDefaults",
