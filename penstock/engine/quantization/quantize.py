@@ -49,9 +49,17 @@ class Recipe:
     """GPTQ: see `gptq`."""
 
 
+def matrices_of(config: dict[str, Any], names: Collection[str]) -> set[str]:
+    """Those of `names` that are quantized. Gates of whole heads stay as they are: each decides on all of a head."""
+    model = read_config(config)
+    gate = f".{family_of(model.family).names.output_gate}." if model.gates_by_head else None
+    return {name for name in names if is_linear(name) and (gate is None or gate not in name)}
+
+
 def pick_group(config: dict[str, Any], wanted: int | None) -> int:
     """One group size for all matrices: checkpoints have one."""
-    shapes = {shape for name, shape in tensor_shapes(config).items() if is_linear(name)}
+    stored = tensor_shapes(config)
+    shapes = {stored[name] for name in matrices_of(config, stored)}
     sizes = SIZES if wanted is None else (wanted,)
     for size in sizes:
         if size in SIZES and all(inputs % size == 0 and outputs % 8 == 0 for outputs, inputs in shapes):
@@ -69,6 +77,7 @@ class RoundedCheckpoint:
     def __init__(self, source: Checkpoint, group: int, symmetric: bool = False) -> None:
         self.config: dict[str, Any] = source.config
         self._source = source
+        self._matrices = matrices_of(source.config, source.names())
         self._group = group
         self._symmetric = symmetric
 
@@ -77,7 +86,7 @@ class RoundedCheckpoint:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         tensor = self._source.tensor(name, device)
-        if not is_linear(name):
+        if name not in self._matrices:
             return tensor
         return round_zero_point(tensor, self._group, self._symmetric).dense()
 
@@ -93,7 +102,7 @@ def quantize(
     threads: int,
 ) -> int:
     """Write the checkpoint; the bytes of its tensors. `windows`: calibration text in token ids, for GPTQ and AWQ."""
-    linears = {name for name in source.names() if is_linear(name)}
+    linears = matrices_of(source.config, source.names())
     out = ShardWriter(folder)
     dtype = torch.bfloat16 if _named_dtype(source.config) == "bfloat16" else torch.float16
     if recipe.method in ("int8", "fp8"):
@@ -150,7 +159,7 @@ def _calibrated(
     model = read_config(source.config)
     changed: dict[str, Tensor] = {}
     stored = source.names()
-    left = {name for name in stored if is_linear(name)}
+    left = matrices_of(source.config, source.names())
     by_awq = recipe.method == "awq-int4"
 
     def rounded(weight: Tensor, hessian: Tensor, tokens: int) -> IntGroups:

@@ -56,7 +56,7 @@ MIMO_V2: dict[str, Any] = {
 }  # fmt: skip
 LAGUNA: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 40, "num_experts": 12, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 1.7,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "moe_routed_scaling_factor": 1.7,
 }  # fmt: skip
 HY_V3: dict[str, Any] = {
     "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
