@@ -93,6 +93,8 @@ class Embedder:
         self.threads: FairThreads | None = None
         """Where long texts are tokenized; None: in any thread."""
         self._text: EncoderText | None = None
+        self._loading: asyncio.Task[EncoderText] | None = None
+        """Of the tokenizer; it goes on where a caller does not wait for its end."""
         self._opening = asyncio.Lock()
         self._started = False
 
@@ -220,12 +222,25 @@ class Embedder:
             await self._wait()
             async with self._opening:
                 if self._text is None:
-                    self._text = await asyncio.to_thread(_load_text, self.source)
+                    self._text = await self._loaded()
         info = self.backend.info
         assert info is not None
         return info
 
+    async def _loaded(self) -> EncoderText:
+        if self._loading is None or (self._loading.done() and self._loading.exception() is not None):
+            work = asyncio.to_thread(_load_text, self.source)
+            self._loading = asyncio.create_task(work, name=f"tokenizer of {self.name}")
+        try:
+            return await asyncio.shield(self._loading)
+        finally:
+            if self._loading.done():
+                self._loading = None
+
     async def close(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
         if self._started:
             await self.backend.close()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
+from penstock.planning.graphs import graph_bytes
 
 GIB = 1 << 30
 CONTEXTS = tuple(1024 << power for power in range(8))
@@ -155,7 +156,9 @@ class MemoryPlan:
         if deployment.kv_memory is None:
             of = "the model's share" if deployment.memory_share is not None else "what is free"
             share = SHARE_OF_REST[kind] if deployment.memory_share is not None else share
-            found.append(Assumption("KV cache", f"{share:.0%} of {of}", "engine.startup.memory"))
+            graphs = graph_bytes(deployment)
+            but = f", less where captured steps take more than the rest ({_gib(graphs)})" if graphs else ""
+            found.append(Assumption("KV cache", f"{share:.0%} of {of}{but}", "engine.startup.memory"))
         shape = deployment.shape
         if shape.window is None and any(shape.windows):
             bounded = shape.context_elements(deployment.context_len) / (shape.kv_elements * deployment.context_len)
@@ -228,8 +231,7 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
         return shape.compression.block_bytes(first, last, *sizes)
     # With latent attention every shard has the whole latent.
     elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
-    index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
-    keys = round(index * deployment.block_size * deployment.weights.dense_bytes)
+    keys = round(shape.index_keys(first, last) * deployment.block_size * deployment.weights.dense_bytes)
     if shape.gated_streams is not None:
         attending, dense = shape.attended_in(first, last), deployment.weights.dense_bytes
         keys += shape.gated_streams.block_bytes(attending, deployment.block_size, dense)
@@ -251,18 +253,24 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
     adapters += adapter_vector_bytes(deployment, stage) + adapter_block_bytes(deployment, stage)
     adapters += adapter_token_bytes(deployment, stage)
     free = capacity - runtime - weights - adapters - activations
-    room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
+    graphs = graph_bytes(deployment)
+    room = free if free < 0 else _beside_graphs(free, SHARE_OF_FREE[kind], graphs)
     if deployment.kv_memory is not None:
         room = min(deployment.kv_memory, free)
     elif deployment.memory_share is not None:
         rest = int(capacity * deployment.memory_share) - runtime - weights - adapters - activations
-        room = min(int(rest * SHARE_OF_REST[kind]), free)
+        room = min(_beside_graphs(rest, SHARE_OF_REST[kind], graphs), free)
     useful = deployment.most_running * -(-deployment.context_len // deployment.block_size)
     states = _state_room(deployment, stage, room)
     fitting = (room - states) // per_block if per_block else useful  # stages without attention have no blocks
     blocks = max(0, min(fitting, useful)) if room > states else 0
     per_token = block / deployment.block_size
     return MemoryPlan(deployment, capacity, weights, runtime, activations, room, per_token, adapters, blocks, states)
+
+
+def _beside_graphs(room: int, share: float, graphs: int) -> int:
+    """A share of what is left, or less: captured steps have what they take of it, at most a quarter."""
+    return min(int(room * share), room - min(graphs, room // 4))
 
 
 def state_bytes(deployment: Deployment, stage: int = 0) -> int:
@@ -368,8 +376,12 @@ def _adapted_attention(deployment: Deployment, layer: int) -> tuple[int, int]:
         indexed, routed = bool(mla.indexed) and mla.indexed[layer], shape.moe is not None and shape.moe.layers[layer]
         return mla.adapted(hidden, heads, shape.output_gate, indexed, routed)
     queries, keys = heads * shape.head_dim, deployment.kv_heads_per_device * shape.head_dim
-    gates = shape.gates_of(heads, shape.head_dim)
-    return (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
+    gates, sparse = shape.gates_of(heads, shape.head_dim), shape.sparse_blocks
+    inputs, outputs = (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
+    if sparse is not None and sparse.layers[layer]:
+        more, made = sparse.adapted(hidden, deployment.tensor_parallel)
+        inputs, outputs = inputs + more, outputs + made
+    return inputs, outputs
 
 
 def _altered_rest(deployment: Deployment, layer: int) -> int:

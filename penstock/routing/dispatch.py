@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -363,11 +364,11 @@ class Dispatcher:
 
     def _limit_wait(self, flight: Flight) -> None:
         """A replica has the flight: set the timer for the time that it may wait there."""
-        request = flight.request
-        if request.patience_s is None or flight.begun or request.produced or flight.alarm is not None:
+        left = flight.patience_left(self._clock())
+        if left == math.inf or flight.begun or flight.alarm is not None:
             return
         away = max((leg.member.round_trip_s or 0.0 for leg in flight.legs), default=0.0)
-        within = flight.patience_left(self._clock()) + NOTICE_S + away
+        within = left + NOTICE_S + away
         flight.alarm = asyncio.get_running_loop().call_later(within, self._overdue, flight)
 
     def _overdue(self, flight: Flight, *, again: bool = False) -> None:

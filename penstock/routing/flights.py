@@ -62,7 +62,8 @@ class Flight:
         """The request for the next replica: what is left to generate."""
         request, params, timeout_s = self.request, self.request.params, self.request.timeout_s
         if not self.begun and request.patience_s is not None:
-            request = replace(request, patience_s=self.patience_left(now))
+            left = self.patience_left(now)
+            request = replace(request, patience_s=None if left == math.inf else left)
         if not self.losses and not self.begun:
             return request
         if timeout_s is not None:
@@ -90,7 +91,8 @@ class Flight:
 
     @property
     def _patience_s(self) -> float:
-        return math.inf if self.request.patience_s is None else self.request.patience_s
+        request = self.request
+        return math.inf if request.patience_s is None or request.produced else request.patience_s
 
     def deliver(self, delta: Delta) -> None:
         """Passes on a replica's delta."""

@@ -85,6 +85,9 @@ class SyntheticEngine:
         self._sleep = sleep
         self._due = clock()
         self._running: dict[str, _Running] = {}
+        self.on_begun: Callable[[list[str]], None] = lambda request_ids: None
+        self._hurried: dict[str, None] = {}
+        """Requests with a `patience_s` that have not begun."""
         self._steps = self._generated = 0
 
     def submit(self, request: Request) -> None:
@@ -92,9 +95,12 @@ class SyntheticEngine:
         per_step = params.top_k or (1 if self._interval_s else params.max_tokens)
         done = len(request.produced)  # by another engine
         self._running[request.request_id] = _Running(params.seed, params.max_tokens - done, per_step, done)
+        if request.patience_s is not None:
+            self._hurried[request.request_id] = None
 
     def abort(self, request_id: str) -> None:
         self._running.pop(request_id, None)
+        self._hurried.pop(request_id, None)
 
     def unload_adapter(self, name: str) -> None:
         raise KeyError(f"there is no adapter {name}")
@@ -105,6 +111,8 @@ class SyntheticEngine:
 
     def step(self) -> StepOutput | None:
         """One token (or `top_k`) for every request when the step is due; a short sleep otherwise."""
+        if self._hurried:
+            self._begin()
         wait = self._due - self._clock()
         if wait > 0:
             self._sleep(min(wait, NAP_S))
@@ -129,6 +137,14 @@ class SyntheticEngine:
             steps=self._steps,
             generation_tokens=self._generated,
         )
+
+    def _begin(self) -> None:
+        """Requests begin as soon as there is a place for them."""
+        begun = [id for id in itertools.islice(self._running, self.info.max_running) if id in self._hurried]
+        for id in begun:
+            del self._hurried[id]
+        if begun:
+            self.on_begun(begun)
 
     def _advance(self, id: str, running: _Running) -> Delta:
         count = min(running.per_step, running.left)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
+from penstock.backends import embedder as module
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.backends.encoder_set import EncoderSet
@@ -14,6 +16,8 @@ from penstock.backends.native import NativeBackend
 from penstock.engine.encoder.request import EncodeRequest, Encoding
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest, ServerError
+from penstock.text.encoder import EncoderText
+from tests.gateway.conftest import eventually
 
 
 def embedder(endpoint: str, **options: object) -> Embedder:
@@ -90,6 +94,60 @@ def test_an_encoder_that_does_not_run_is_asked_for_and_waited_for(tmp_path: obje
                 await encoder.embed(["hi"])
         assert asked == ["minilm", "minilm"]
         await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_callers_that_wait_briefly_load_the_tokenizer_once(
+    encoder_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, begun, may_end = module._load_text, list[str](), threading.Event()
+
+    def slow(source: str) -> EncoderText:
+        begun.append(source)
+        assert may_end.wait(60)
+        if len(begun) == 1:
+            raise OSError("no network")
+        return load(source)
+
+    monkeypatch.setattr(module, "_load_text", slow)
+
+    async def work() -> None:
+        encoder = embedder(encoder_endpoint)
+
+        async def give_up() -> None:
+            waiting, before = asyncio.create_task(encoder.open()), len(begun)
+            await eventually(lambda: len(begun) > before or encoder._opening.locked())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+        await encoder.backend.start()
+        encoder._started = True
+        await encoder.backend.wait_ready(60)
+        for _ in range(3):
+            await give_up()
+        assert len(begun) == 1
+        may_end.set()
+        await eventually(lambda: encoder._loading is not None and encoder._loading.done())
+        await encoder.open()
+        assert len(begun) == 2, "a failure that nobody waited for is not told later"
+        assert encoder.text and encoder._loading is None
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_a_tokenizer_that_is_being_loaded_is_let_go_of(encoder_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(module, "_load_text", lambda source: may_end.wait(60))
+
+    async def work() -> None:
+        encoder = embedder(encoder_endpoint)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(encoder.open(), 0.3)
+        await encoder.close()
+        may_end.set()
 
     asyncio.run(work())
 

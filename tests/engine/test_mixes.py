@@ -211,6 +211,7 @@ def test_any_mix_of_features_says_what_a_plain_engine_says(mix: Mix, files: File
         "deepseek-v4",
         "mimo-v2-flash",
         "laguna",
+        "minimax-m3",
         "step3.5",
     ],
 )

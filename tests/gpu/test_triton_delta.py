@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from attention_cases import build as attention_case
@@ -19,12 +17,11 @@ from gpu_harness import (
     bandwidth,
     check,
     check_equal,
-    integers,
     poisoned_outputs,
     rand,
     time_us,
 )
-from graph_watch import watched_prompts
+from state_cases import DECODES, PROMPTS, VERIFIED, Run, batch_of, batch_on, engines_equal_the_cpu, moved
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import delta
@@ -32,13 +29,9 @@ from penstock.engine.backends.cuda.kernels.delta_decode import DecodeShape
 from penstock.engine.backends.cuda.kernels.gemv import linear
 from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig
 from penstock.engine.backends.cuda.ops import TritonOps
-from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
+from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights
 from penstock.engine.backends.reference.delta import delta_net as plain
 from penstock.engine.backends.reference.delta import split_gate
-from penstock.engine.config import EngineConfig
-from penstock.engine.core import Engine
-from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from tests.engine.harness import generate, greedy
 
 SMALL = DeltaLayout(k_heads=2, v_heads=4, k_dim=16, v_dim=24, conv=4, grouped=True)
 APART = DeltaLayout(k_heads=3, v_heads=3, k_dim=32, v_dim=16, conv=3, grouped=False, sigmoid_gate=True)
@@ -53,17 +46,6 @@ TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
-    """What a step computes of one sequence: its first position, tokens, the slots it reads and writes."""
-
-    start: int
-    length: int
-    read: int
-    writes: tuple[int, ...]
-    decodes: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     layout: DeltaLayout
     weights: DeltaWeights
@@ -74,20 +56,13 @@ class Case:
     state: Tensor
 
     def on(self, device: torch.device | str) -> Case:
-        def move(x: Tensor) -> Tensor:
-            return x.detach().clone().to(device)
-
-        weights = DeltaWeights(*(move(getattr(self.weights, n)) for n in ("conv", "decay", "decay_bias", "norm")), 1e-6)
-        states = self.batch.states
-        assert states is not None
-        moved = StateBatch(*(move(getattr(states, name)) for name in ("first", "last", "reads", "writes")))
-        batch = dataclasses.replace(self.batch, positions=move(self.batch.positions), states=moved)
-        return Case(self.layout, weights, move(self.projected), move(self.gates), batch, move(self.conv),
-                    move(self.state))  # fmt: skip
+        weights = (moved(getattr(self.weights, name), device) for name in ("conv", "decay", "decay_bias", "norm"))
+        tensors = (moved(tensor, device) for tensor in (self.projected, self.gates))
+        caches = (moved(tensor, device) for tensor in (self.conv, self.state))
+        return Case(self.layout, DeltaWeights(*weights, 1e-6), *tensors, batch_on(self.batch, device), *caches)
 
 
 def build(layout: DeltaLayout, runs: list[Run], dtype: torch.dtype, slots: int = 10) -> Case:
-    """Decodes come first, and draft tokens count as decodes."""
     weights = DeltaWeights(
         conv=rand(layout.channels, layout.conv, scale=0.5),
         decay=-torch.rand(layout.v_heads, device=DEVICE) * 2 - 0.01,
@@ -95,30 +70,8 @@ def build(layout: DeltaLayout, runs: list[Run], dtype: torch.dtype, slots: int =
         norm=1 + rand(layout.v_dim, scale=0.2),
         eps=1e-6,
     )
-    tokens, decodes = sum(run.length for run in runs), sum(run.length for run in runs if run.decodes)
-    both = rand(tokens, layout.width + layout.v_heads + layout.decays, dtype=dtype)
-    positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
-    for run in runs:
-        begin = len(positions)
-        positions += range(run.start, run.start + run.length)
-        first += [begin] * run.length
-        last += [begin + run.length - 1] * run.length
-        reads += [run.read] * run.length
-        writes += [0] * (run.length - len(run.writes)) + list(run.writes)
-        starts += range(begin + 1, begin + run.length + 1) if run.decodes else [begin + run.length]
-    contexts = [positions[end - 1] + 1 for end in starts[1:]]
-    batch = AttentionBatch(
-        positions=integers(positions, torch.int64),
-        slots=integers(positions, torch.int64),
-        query_starts=integers(starts, torch.int32),
-        context_lens=integers(contexts, torch.int32),
-        rows=integers([0] * len(contexts), torch.int32),
-        block_tables=integers([0], torch.int32).view(1, 1),
-        num_decodes=decodes,
-        max_query=max(run.length for run in runs),
-        max_context=max(contexts),
-        states=StateBatch(*(integers(values, torch.int32) for values in (first, last, reads, writes))),
-    )
+    batch = batch_of(runs)
+    both = rand(len(batch.positions), layout.width + layout.v_heads + layout.decays, dtype=dtype)
     conv = rand(slots, layout.conv, layout.channels, dtype=dtype)
     state = rand(slots, layout.v_heads, layout.k_dim, layout.v_dim, scale=0.3)
     return Case(layout, weights, both[:, : layout.width], both[:, layout.width :], batch, conv, state)
@@ -139,13 +92,10 @@ def compare(name: str, case: Case) -> None:
     check(f"{name} inputs", case.conv[1:], theirs.conv[1:], 1e-6)
 
 
-DECODES = [Run(5, 1, 1, (1,), True), Run(0, 1, 0, (2,), True), Run(2, 1, 3, (4,), True)]
-VERIFIED = [Run(7, 4, 5, (5, 6, 7, 8), True)]
 CASES = ((SMALL, torch.float32), (APART, torch.bfloat16), (CHANNELS, torch.float32)) if QUICK else (
     (SMALL, torch.float32), (APART, torch.float32), (REAL, torch.float32), (REAL, torch.bfloat16),
     (CHANNELS, torch.float32), (KIMI, torch.float32), (KIMI, torch.bfloat16),
 )  # fmt: skip
-PROMPTS = [Run(0, 75, 0, (2,), False), Run(33, 2, 3, (3,), False), Run(1, 130, 4, (9,), False)]
 
 
 def test_decodes_and_draft_tokens() -> None:
@@ -229,20 +179,6 @@ def test_prompt_token_by_token() -> None:
         ops.batch_invariant = False
 
 
-class SameEverywhere(RandomCheckpoint):
-    """Devices draw other numbers from the same seed: all get the CPU's."""
-
-    def tensor(self, name: str, device: str | torch.device | None = None) -> Tensor:
-        return super().tensor(name, "cpu").to(device or "cpu")
-
-
-def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "plain", {}
-    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 24, "max_running": 6}
-    yield "drafts", {"speculation": "ngram"}
-    yield "deterministic", {"deterministic": True}
-
-
 def test_engines_with_states_equal_the_cpu() -> None:
     """Prefix hits, preemption and rejected draft tokens, with CUDA graphs, against an engine on the CPU without any."""
     if MODE != "device":
@@ -253,33 +189,7 @@ def test_engines_with_states_equal_the_cpu() -> None:
         "max_position_embeddings": 1024, "full_attention_interval": 2, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_experts": 0,
     }  # fmt: skip
-    weights = SameEverywhere(config, seed=3, dtype=torch.float32, embedding_scale=1.0)
-
-    def engine(device: str, **settings: Any) -> Engine:
-        settings = {"dtype": "float32", "state_interval": 32, "max_running": 8, **settings}
-        return Engine.load(EngineConfig(model="hybrid", device=device, **settings), checkpoint=weights)
-
-    chance = random.Random(5)
-    prompts = {f"r{n}": [chance.randrange(199) for _ in range(n)] for n in (1, 17, 64, 130, 300)}
-    text = prompts["r64"]
-    prompts["repeated"] = text + text + text[:20]
-    alone = engine("cpu", prefix_cache=False)
-    expected = {name: generate(alone, greedy(name, prompt, 40))[name] for name, prompt in prompts.items()}
-    for label, settings in _engines():
-        here = engine("cuda", **settings)
-        with watched_prompts() as shapes:
-            for turn in range(2):
-                got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
-                for name, tokens in expected.items():
-                    assert got[f"{name}-{turn}"] == tokens, (label, name)
-            for name, prompt in prompts.items():
-                got = generate(here, greedy(f"{name} alone", prompt, 40))
-                assert got[f"{name} alone"] == expected[name], (label, name)
-        kinds = {bool(shape.decodes) for shape in shapes}
-        assert kinds == (set() if "deterministic" in settings else {False, True}), (label, shapes)
-        assert here.load_snapshot().prefix_hit_tokens > 0, label
-        here.check_idle()
-        here.close()
+    engines_equal_the_cpu(config)
 
 
 def bench_delta_parts() -> Iterator[Row]:

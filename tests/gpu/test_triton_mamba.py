@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from attention_cases import ops
-from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, time_us
-from graph_watch import watched_prompts
+from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, poisoned_outputs, rand, time_us
+from state_cases import DECODES, PROMPTS, VERIFIED, Run, batch_of, batch_on, engines_equal_the_cpu, moved
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch, MambaLayout, MambaWeights, StateBatch
+from penstock.engine.backends.interface import AttentionBatch, MambaLayout, MambaWeights
 from penstock.engine.backends.reference.mamba import mamba as plain
-from penstock.engine.config import EngineConfig
-from penstock.engine.core import Engine
-from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from tests.engine.harness import generate, greedy
 
 SMALL = MambaLayout(heads=4, head_dim=24, groups=2, state=16, conv=3)
 APART = MambaLayout(heads=6, head_dim=16, groups=1, state=40, conv=4, norm_groups=3, gate_first=False)
@@ -35,17 +29,6 @@ _TENSORS = ("conv", "conv_bias", "decay", "dt_bias", "skip", "norm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
-    """What a step computes of one sequence: its first position, tokens, the slots it reads and writes."""
-
-    start: int
-    length: int
-    read: int
-    writes: tuple[int, ...]
-    decodes: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     layout: MambaLayout
     weights: MambaWeights
@@ -55,46 +38,11 @@ class Case:
     state: Tensor
 
     def on(self, device: torch.device | str) -> Case:
-        def move(x: Tensor) -> Tensor:
-            return x.detach().clone().to(device)
-
-        moved_weights = {n: move(getattr(self.weights, n)) for n in _TENSORS}
-        weights = dataclasses.replace(self.weights, **moved_weights)
-        states = self.batch.states
-        assert states is not None
-        moved = StateBatch(*(move(getattr(states, name)) for name in ("first", "last", "reads", "writes")))
-        batch = dataclasses.replace(self.batch, positions=move(self.batch.positions), states=moved)
-        return Case(self.layout, weights, move(self.projected), batch, move(self.conv), move(self.state))
-
-
-def batch_of(runs: list[Run]) -> AttentionBatch:
-    """Decodes come first, and draft tokens count as decodes. No run may write what another one reads or writes: nobody
-    knows which of them is first."""
-    for run in runs:
-        others = {slot for other in runs if other is not run for slot in (other.read, *other.writes)}
-        assert others.isdisjoint({*run.writes} - {0}), f"{run} writes a slot of another run"
-    positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
-    for run in runs:
-        begin = len(positions)
-        positions += range(run.start, run.start + run.length)
-        first += [begin] * run.length
-        last += [begin + run.length - 1] * run.length
-        reads += [run.read] * run.length
-        writes += [0] * (run.length - len(run.writes)) + list(run.writes)
-        starts += range(begin + 1, begin + run.length + 1) if run.decodes else [begin + run.length]
-    contexts = [positions[end - 1] + 1 for end in starts[1:]]
-    return AttentionBatch(
-        positions=integers(positions, torch.int64),
-        slots=integers(positions, torch.int64),
-        query_starts=integers(starts, torch.int32),
-        context_lens=integers(contexts, torch.int32),
-        rows=integers([0] * len(contexts), torch.int32),
-        block_tables=integers([0], torch.int32).view(1, 1),
-        num_decodes=sum(run.length for run in runs if run.decodes),
-        max_query=max(run.length for run in runs),
-        max_context=max(contexts),
-        states=StateBatch(*(integers(values, torch.int32) for values in (first, last, reads, writes))),
-    )
+        weights = dataclasses.replace(
+            self.weights, **{name: moved(getattr(self.weights, name), device) for name in _TENSORS}
+        )
+        projected, conv, state = (moved(tensor, device) for tensor in (self.projected, self.conv, self.state))
+        return Case(self.layout, weights, projected, batch_on(self.batch, device), conv, state)
 
 
 def build(layout: MambaLayout, runs: list[Run], dtype: torch.dtype, slots: int = 10) -> Case:
@@ -131,13 +79,10 @@ def compare(name: str, case: Case) -> None:
     check(f"{name} inputs", case.conv[1:], theirs.conv[1:], 1e-6)
 
 
-DECODES = [Run(5, 1, 1, (1,), True), Run(0, 1, 0, (2,), True), Run(2, 1, 3, (4,), True)]
-VERIFIED = [Run(7, 4, 5, (5, 6, 7, 8), True)]
 CASES = ((SMALL, torch.float32), (APART, torch.bfloat16), (PLAIN, torch.float32)) if QUICK else (
     (SMALL, torch.float32), (APART, torch.float32), (PLAIN, torch.float32), (REAL, torch.float32),
     (REAL, torch.bfloat16), (WIDE, torch.bfloat16),
 )  # fmt: skip
-PROMPTS = [Run(0, 75, 0, (2,), False), Run(33, 2, 3, (3,), False), Run(1, 130, 4, (9,), False)]
 
 
 def test_decodes_and_draft_tokens() -> None:
@@ -179,20 +124,6 @@ def test_prompt_token_by_token() -> None:
         ops.batch_invariant = False
 
 
-class SameEverywhere(RandomCheckpoint):
-    """Devices draw other numbers from the same seed: all get the CPU's."""
-
-    def tensor(self, name: str, device: str | torch.device | None = None) -> Tensor:
-        return super().tensor(name, "cpu").to(device or "cpu")
-
-
-def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "plain", {}
-    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 24, "max_running": 6}
-    yield "drafts", {"speculation": "ngram"}
-    yield "deterministic", {"deterministic": True}
-
-
 def test_engines_with_states_equal_the_cpu() -> None:
     """Prefix hits, preemption and rejected draft tokens, with CUDA graphs, against an engine on the CPU without any."""
     if MODE != "device":
@@ -204,33 +135,7 @@ def test_engines_with_states_equal_the_cpu() -> None:
         "mamba_d_state": 24, "mamba_d_conv": 3, "num_local_experts": 0, "shared_intermediate_size": 96,
         "residual_multiplier": 0.4, "attention_multiplier": 0.2,
     }  # fmt: skip
-    weights = SameEverywhere(config, seed=3, dtype=torch.float32, embedding_scale=1.0)
-
-    def engine(device: str, **settings: Any) -> Engine:
-        settings = {"dtype": "float32", "state_interval": 32, "max_running": 8, **settings}
-        return Engine.load(EngineConfig(model="hybrid", device=device, **settings), checkpoint=weights)
-
-    chance = random.Random(5)
-    prompts = {f"r{n}": [chance.randrange(199) for _ in range(n)] for n in (1, 17, 64, 130, 300)}
-    text = prompts["r64"]
-    prompts["repeated"] = text + text + text[:20]
-    alone = engine("cpu", prefix_cache=False)
-    expected = {name: generate(alone, greedy(name, prompt, 40))[name] for name, prompt in prompts.items()}
-    for label, settings in _engines():
-        here = engine("cuda", **settings)
-        with watched_prompts() as shapes:
-            for turn in range(2):
-                got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
-                for name, tokens in expected.items():
-                    assert got[f"{name}-{turn}"] == tokens, (label, name)
-            for name, prompt in prompts.items():
-                got = generate(here, greedy(f"{name} alone", prompt, 40))
-                assert got[f"{name} alone"] == expected[name], (label, name)
-        kinds = {bool(shape.decodes) for shape in shapes}
-        assert kinds == (set() if "deterministic" in settings else {False, True}), (label, shapes)
-        assert here.load_snapshot().prefix_hit_tokens > 0, label
-        here.check_idle()
-        here.close()
+    engines_equal_the_cpu(config)
 
 
 def bench_mamba() -> Iterator[Row]:

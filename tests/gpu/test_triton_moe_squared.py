@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, check, check_equal, poisoned_outputs, rand
-from test_triton_mamba import SameEverywhere
+from state_cases import SameEverywhere
 from test_triton_moe import wide
 from torch import Tensor
 

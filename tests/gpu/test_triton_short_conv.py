@@ -4,9 +4,7 @@ Their captured steps are tested in `test_triton_state_graphs`."""
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from attention_cases import ops
@@ -27,17 +25,13 @@ from gpu_harness import (
     rand,
     time_us,
 )
-from graph_watch import watched_prompts
-from test_triton_mamba import DECODES, VERIFIED, Run, SameEverywhere, batch_of
+from state_cases import DECODES, VERIFIED, Run, batch_of, batch_on, engines_equal_the_cpu, moved
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import short_conv as kernels
 from penstock.engine.backends.cuda.ops import TritonOps
-from penstock.engine.backends.interface import AttentionBatch, ShortConvWeights, StateBatch
+from penstock.engine.backends.interface import AttentionBatch, ShortConvWeights
 from penstock.engine.backends.reference.short_conv import short_conv as plain
-from penstock.engine.config import EngineConfig
-from penstock.engine.core import Engine
-from tests.engine.harness import generate, greedy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,15 +61,9 @@ class Case:
     conv: Tensor
 
     def on(self, device: torch.device | str) -> Case:
-        def move(x: Tensor) -> Tensor:
-            return x.detach().clone().to(device)
-
-        states = self.batch.states
-        assert states is not None
-        moved = StateBatch(*(move(getattr(states, name)) for name in ("first", "last", "reads", "writes")))
-        batch = dataclasses.replace(self.batch, positions=move(self.batch.positions), states=moved)
-        weights = ShortConvWeights(move(self.weights.taps), move(self.weights.bias))
-        return Case(self.size, weights, move(self.projected), batch, move(self.conv))
+        weights = ShortConvWeights(moved(self.weights.taps, device), moved(self.weights.bias, device))
+        batch = batch_on(self.batch, device)
+        return Case(self.size, weights, moved(self.projected, device), batch, moved(self.conv, device))
 
 
 def build(size: Size, runs: list[Run], dtype: torch.dtype, slots: int = 12) -> Case:
@@ -238,13 +226,6 @@ def test_programs_that_start_early() -> None:
             check_equal(f"inputs of layer {place}", cases[place].conv[1:], others[place].conv[1:])
 
 
-def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "plain", {}
-    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 24, "max_running": 6}
-    yield "drafts", {"speculation": "ngram"}
-    yield "deterministic", {"deterministic": True}
-
-
 LFM2 = {
     "model_type": "lfm2", "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
@@ -257,46 +238,14 @@ LFM2_MOE = {
 }  # fmt: skip
 
 
-def engines_equal_the_cpu(config: dict[str, Any]) -> None:
-    """Prefix hits, preemption and rejected draft tokens, with CUDA graphs, against an engine on the CPU without any."""
-    weights = SameEverywhere(config, seed=3, dtype=torch.float32, embedding_scale=0.3)
-
-    def engine(device: str, **settings: Any) -> Engine:
-        settings = {"dtype": "float32", "state_interval": 32, "max_running": 8, **settings}
-        return Engine.load(EngineConfig(model="lfm2", device=device, **settings), checkpoint=weights)
-
-    chance = random.Random(5)
-    prompts = {f"r{n}": [chance.randrange(199) for _ in range(n)] for n in (1, 17, 64, 130, 300)}
-    text = prompts["r64"]
-    prompts["repeated"] = text + text + text[:20]
-    alone = engine("cpu", prefix_cache=False)
-    expected = {name: generate(alone, greedy(name, prompt, 40))[name] for name, prompt in prompts.items()}
-    assert all(len(set(tokens)) > 10 for tokens in expected.values()), "texts that repeat one token prove little"
-    for label, settings in _engines():
-        here = engine("cuda", **settings)
-        with watched_prompts() as shapes:
-            for turn in range(2):
-                got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
-                for name, tokens in expected.items():
-                    assert got[f"{name}-{turn}"] == tokens, (label, name)
-            for name, prompt in prompts.items():
-                got = generate(here, greedy(f"{name} alone", prompt, 40))
-                assert got[f"{name} alone"] == expected[name], (label, name)
-        kinds = {bool(shape.decodes) for shape in shapes}
-        assert kinds == (set() if "deterministic" in settings else {False, True}), (label, shapes)
-        assert here.load_snapshot().prefix_hit_tokens > 0, label
-        here.check_idle()
-        here.close()
-
-
 def test_engines_with_short_convs_equal_the_cpu() -> None:
     if MODE == "device":
-        engines_equal_the_cpu(LFM2)
+        engines_equal_the_cpu(LFM2, embedding_scale=0.3)
 
 
 def test_engines_with_short_convs_and_experts_equal_the_cpu() -> None:
     if MODE == "device":
-        engines_equal_the_cpu(LFM2_MOE)
+        engines_equal_the_cpu(LFM2_MOE, embedding_scale=0.3)
 
 
 def bench_short_conv() -> Iterator[Row]:

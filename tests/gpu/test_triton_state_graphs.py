@@ -13,19 +13,20 @@ import test_triton_short_conv as short
 import torch
 from attention_cases import ops
 from gpu_harness import DEVICE, MODE, QUICK, check, check_equal, integers
+from state_cases import Run
 from torch import Tensor
 
 from penstock.engine.backends.cuda.prompt_graphs import PROMPTS
 from penstock.engine.backends.reference.delta import delta_net as plain_delta
 from penstock.engine.backends.reference.mamba import mamba as plain_mamba
 
-DECODE = delta.Run(5, 1, 1, (1,), True)
-DRAFTS = delta.Run(7, 3, 5, (5, 6, 7), True)
-PROMPT = delta.Run(0, 75, 0, (2,), False)
-CHUNK = delta.Run(32, 16, 3, (4,), False)
+DECODE = Run(5, 1, 1, (1,), True)
+DRAFTS = Run(7, 3, 5, (5, 6, 7), True)
+PROMPT = Run(0, 75, 0, (2,), False)
+CHUNK = Run(32, 16, 3, (4,), False)
 """It begins behind a state that stays, and ends at the end of a block."""
-SHORT = delta.Run(33, 1, 8, (8,), False)
-STEPS: tuple[tuple[str, int, int, list[delta.Run]], ...] = (
+SHORT = Run(33, 1, 8, (8,), False)
+STEPS: tuple[tuple[str, int, int, list[Run]], ...] = (
     ("a prompt", 0, 128, [PROMPT]),
     ("no padding", 0, 75, [PROMPT]),
     ("prompts", 0, 96, [PROMPT, CHUNK, SHORT]),

@@ -1,5 +1,6 @@
 """Memory of deployments: textbook figures, the engine's own sizing, and sentences for what does not fit."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 
 from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.rows import RowBank
+from penstock.engine.backends.cuda import graph_memory
 from penstock.engine.backends.cuda.memory import CudaMemory
 from penstock.engine.backends.host_memory import HostMemory
+from penstock.engine.backends.interface import StepLimits
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
@@ -20,7 +23,7 @@ from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.models.families import read_config
 from penstock.engine.parallel.layout import Place, local_config
 from penstock.engine.quantization.grids import SIZES
-from penstock.planning import memory
+from penstock.planning import graphs, memory
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config, shape_of_model
 from penstock.planning.deployment import Deployment, Speculation
@@ -37,7 +40,9 @@ from penstock.planning.memory import (
 from penstock.planning.model_shape import known_config, model_shape
 from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
-from tests.planning.test_model_shape import INDEX, LAGUNA, STEP, of
+from tests.engine.harness import make_engine
+from tests.engine.tiny import write_checkpoint
+from tests.planning.test_model_shape import INDEX, LAGUNA, MINIMAX_M3, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -152,8 +157,9 @@ NEWEST = [
     of("hy_v4", **SPARSE, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
-    of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
+    {**of("minimax_m3_vl_text"), **MINIMAX_M3},
     of("step3p5", **STEP),
+    of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
 ]
 
 
@@ -193,6 +199,22 @@ def test_shares_are_the_engines() -> None:
     for kind, engine in (("gpu", CudaMemory), ("cpu", HostMemory)):
         assert memory.SHARE_OF_FREE[kind] == engine.share_of_free
         assert memory.SHARE_OF_REST[kind] == engine.share_of_rest
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "minimax-m3"])
+def test_rows_of_captured_steps_are_those_of_the_engine(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(family, tmp_path)
+    decoder = make_engine(folder).runner.decoder
+    shape = shape_of_config(json.loads((folder / "config.json").read_text()), "tiny")
+    for rows, budget in ((1, 8192), (5, 100), (37, 700), (256, 8192)):
+        plan = Deployment(shape=shape, device=device("h100"), max_running=rows, token_budget=budget)
+        context = plan.context_len
+        found = graph_memory.graph_bytes(decoder, StepLimits(rows, budget, context, 16), None)
+        size = decoder.embedding.element_size() * shape.vocab
+        expected = graphs.graph_bytes(plan)
+        assert graphs.REST == graph_memory._REST
+        if decoder.captured_context is None or decoder.launched_eagerly or context > decoder.captured_context:
+            assert (found - graphs.REST) // size == (expected - graphs.REST) // round(shape.vocab * 2)
 
 
 @pytest.mark.parametrize("settings", [{"kv_memory": 300_000}, {}, {"memory_share": 0.95}, {"max_running": 1}])
@@ -352,7 +374,7 @@ def test_the_parts_add_up_to_the_device() -> None:
         ),
         (
             "llama-8b", "l4", {"max_model_len": 131072}, "one sequence of 131,072 tokens does not fit",
-            "max_model_len 43,056 or 2 x l4 (tensor_parallel 2) or",
+            "max_model_len 35,104 or 2 x l4 (tensor_parallel 2) or",
         ),
         ("llama-405b", "rtx-4090", {}, "which has 25.3 GB", "8 x h200 (tensor_parallel 8) would do"),
         ("llama-70b", "rtx-4090", {}, "which has 25.3 GB", "8 x rtx-4090 (tensor_parallel 8) or one h200 would do"),

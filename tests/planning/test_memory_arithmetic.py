@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.planning import memory
 from penstock.planning.catalogue import device
 from penstock.planning.deployment import Deployment, Speculation
+from penstock.planning.graphs import REST, captured_rows, graph_bytes
 from penstock.planning.memory import (
     COLLECTIVE_BYTES,
     CONTEXTS,
@@ -51,6 +53,37 @@ def deployed(shape: ModelShape = SMALL, memory: int | None = None, on: str = "h1
 def with_room(room: int, shape: ModelShape = SMALL, **settings: Any) -> MemoryPlan:
     """A device that has `room` bytes beside runtime, weights and activations."""
     return memory_plan(deployed(shape, RUNTIME_BYTES["gpu"] + WEIGHTS + ACTIVATIONS + room, **settings))
+
+
+@pytest.fixture(autouse=True)
+def without_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of these tests are smaller than what captured steps take."""
+    if "graphs" not in request.node.name:
+        monkeypatch.setattr(memory, "graph_bytes", lambda deployment: 0)
+
+
+def test_captured_steps_sample_rows_of_their_own_in_graphs() -> None:
+    """Decodes of 1 to 4 rows; of steps of at most 100 tokens three sizes of prompts, and one beside 4 decodes."""
+    few = deployed(max_running=4)
+    assert captured_rows(few) == 10 + 3 * 8 + (4 + 8)
+    assert graph_bytes(few) == REST + 46 * 101 * 2
+    assert captured_rows(deployed(max_running=4, adapter_slots=2)) == 46 + 3 * 10
+    drafts = Speculation("ngram", 0.7, depth=3)
+    assert captured_rows(deployed(max_running=4, speculation=drafts)) == 40 + 3 * 8 + (16 + 8)
+    assert graph_bytes(deployed(max_running=4, pipeline_parallel=2)) == 0, "stages take turns"
+    assert graph_bytes(deployed(replace(SMALL, apart_streams=2), max_running=4)) == REST, "launched one by one"
+    assert graph_bytes(deployed(on="cpu-2", max_running=4)) == 0
+
+
+@pytest.mark.parametrize("share", [None, 0.9], ids=["graphs of what is free", "graphs of a share"])
+def test_the_cache_leaves_what_graphs_take_up_to_a_quarter(share: float | None) -> None:
+    taken = RUNTIME_BYTES["gpu"] + WEIGHTS + ACTIVATIONS
+    for whole in (2 * GIB, 6 * GIB, 40 * GIB):
+        total = taken + whole if share is None else int((taken + whole) / share)
+        plan = memory_plan(deployed(memory=total, memory_share=share, max_running=4))
+        room = min(int(0.92 * whole), whole - min(REST + 46 * 101 * 2, whole // 4))
+        assert plan.kv_room == pytest.approx(room, abs=4)
+    assert plan.kv_room == pytest.approx(0.92 * 40 * GIB, abs=4), "8% are enough"
 
 
 def test_constants() -> None:

@@ -182,3 +182,14 @@ async def test_a_parked_request_is_given_up_as_before() -> None:
         with pytest.raises(EngineUnavailable, match="this request waits no longer") as refused:
             await it.tokens()
         assert refused.value.reason == "queue_timeout" and not isinstance(refused.value, EngineLost)
+
+
+async def test_a_resumed_request_stays_parked() -> None:
+    """Its client has had the first token: nothing of the limit is left to keep."""
+    async with world(False) as it:
+        it.crash(0)
+        await eventually(lambda: not it.replicas.ready)
+        asked = asyncio.create_task(it.tokens(produced=[1]))
+        await asyncio.sleep(2 * LIMIT_S)
+        assert not asked.done()
+        asked.cancel()

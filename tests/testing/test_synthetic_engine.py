@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.request import Request, SamplingParams
+from penstock.engine_host.interfaces import BeginsPrompts
 from penstock.testing.synthetic_engine import SyntheticEngine, text_of
 from penstock.text import load_text
 from penstock.text.byte_tokenizer import write_tokenizer
@@ -71,3 +72,18 @@ def test_without_an_interval_a_request_is_answered_whole(tmp_path: Path) -> None
     assert output is not None
     (delta,) = output.deltas
     assert len(delta.tokens) == 8 and delta.finish_reason == "length" and not engine.has_work
+
+
+def test_requests_that_may_not_wait_begin_when_there_is_a_place(tmp_path: Path) -> None:
+    engine = SyntheticEngine(write_tokenizer(tmp_path), interval_s=1.0, max_running=2, sleep=lambda seconds: None)
+    assert isinstance(engine, BeginsPrompts)
+    begun: list[str] = []
+    engine.on_begun = begun.extend
+    for name, patience_s in (("a", None), ("b", 0.1), ("c", 0.1), ("d", 0.1)):
+        engine.submit(Request(name, [1], SamplingParams(max_tokens=2), patience_s=patience_s))
+    engine.step()
+    assert begun == ["b"]
+    engine.abort("c")
+    engine.abort("a")
+    engine.step()
+    assert begun == ["b", "d"]

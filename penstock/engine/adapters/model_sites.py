@@ -21,6 +21,7 @@ from penstock.engine.adapters.layout import (
     EXPERTS_GATE_IN,
     EXPERTS_GATE_OUT,
     HEAD,
+    INDEXER,
     LATENT_IN,
     LATENT_KEYS,
     LATENT_OUT,
@@ -40,7 +41,9 @@ from penstock.engine.models.families import family_of
 from penstock.engine.models.hrm_text import STACKS
 from penstock.engine.models.kimi_linear import DECAY_DOWN, DECAY_UP, GATE_DOWN, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as OUT_OF_CHANNELS
-from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS, INDEXER
+from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS
+from penstock.engine.models.latent import INDEXER as LATENT_INDEXER
+from penstock.engine.models.llama import SPARSE_INDEXER
 from penstock.engine.models.model_config import CompressionConfig, DeltaConfig, LatentConfig, ModelConfig
 
 _DELTA = "linear_attn."
@@ -120,6 +123,10 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         gates = config.gates_in(0)
         gate = Site("output_gate", (names.attention + names.output_gate,), (gates,), hidden, of_attention=True)
         return *attention, gate
+    if (sparse := config.sparse_blocks) is not None:
+        at = f"{names.attention}{SPARSE_INDEXER}"
+        modules, sizes = (f"{at}q_proj", f"{at}k_proj"), (sparse.heads * sparse.dim, sparse.dim)
+        return *attention, Site(INDEXER, modules, sizes, hidden, layers=sparse.layers, further=True)
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
     if (short := config.short_conv) is not None:
@@ -186,7 +193,7 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
 
 def _index_sites(config: ModelConfig, latent: LatentConfig) -> tuple[Site, ...]:
     """Of what chooses the tokens that are attended to; only their order says something, so few adapters touch it."""
-    index, at = latent.index, f"{family_of(config.family).names.attention}{INDEXER}"
+    index, at = latent.index, f"{family_of(config.family).names.attention}{LATENT_INDEXER}"
     if index is None or latent.query_rank is None:
         return ()
     of: dict[str, Any] = {"layers": index.layers, "further": True}

@@ -24,6 +24,7 @@ from penstock.engine.backends.interface import (
     ClampedSilu,
     Clip,
     HeadLayout,
+    SparseBlockLayout,
     Xielu,
 )
 from penstock.engine.kv.cache import KVCache
@@ -44,11 +45,14 @@ from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, Sc
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.narrow_values import NarrowValueAttention
 from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.layers.sparse_block_attention import SparseBlockAttention, TokenIndexer
 from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.model_config import MoeConfig, SparseBlockConfig
 from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
 
+SPARSE_INDEXER = "indexer."
+"""Of attention, where it chooses blocks by the keys of their tokens."""
 HASHED = "gate.tid2eid"
 """Of a block of experts, where token ids say which are visited."""
 
@@ -65,6 +69,10 @@ class LlamaDecoder(Decoder):
         if self.chains and self.fused_up_to:
             # Made of these layers, whichever a copy of the decoder has.
             object.__setattr__(self, "boundaries", boundaries_of(self.layers, self.ops, self.config.rms_eps))
+
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.config.sparse_blocks is not None  # how a step is cut depends on its sequences
 
     @property
     def chained(self) -> bool:
@@ -155,6 +163,8 @@ def compose_attention(context: LayerContext) -> Attention:
             prefix, {names.output_gate: config.gates_in(context.index)}, hidden
         )
         make = partial(OutputGatedAttention, output_gate=gate, softplus=config.softplus_gates)
+    elif config.sparse_blocks is not None and config.sparse_blocks.layers[context.index]:
+        make = partial(SparseBlockAttention, indexer=_compose_indexer(context, config.sparse_blocks))
     elif given is not None:
         make = partial(GivenAttention, step=StepKeys(given))
     elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
@@ -193,6 +203,18 @@ def compose_attention(context: LayerContext) -> Attention:
         clip=None if config.clip_qkv is None else Clip(config.clip_qkv),
         sinks=read.get(f"{prefix}sinks", heads, dtype=torch.float32) if config.has_sinks(context.index) else None,
         source=None if source == context.index else source,
+    )
+
+
+def _compose_indexer(context: LayerContext, index: SparseBlockConfig) -> TokenIndexer:
+    read, config = context.read, context.config
+    at = f"{context.prefix}{context.names.attention}{SPARSE_INDEXER}"
+    return TokenIndexer(
+        linear=read.linear(at, {"q_proj": index.heads * index.dim, "k_proj": index.dim}, config.hidden_size),
+        query_norm=read.norm(f"{at}q_norm", index.dim),
+        key_norm=read.norm(f"{at}k_norm", index.dim),
+        layout=SparseBlockLayout(index.heads, index.dim, index.rate, index.most, index.local, config.rms_eps),
+        dtype=read.dtype,
     )
 
 

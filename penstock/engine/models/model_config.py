@@ -185,6 +185,19 @@ class BlockIndexConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseBlockConfig:
+    """Attention to blocks of the context that an indexer chooses for every KV head (MSA): see `SparseBlockLayout`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have an indexer; the others see everything."""
+    heads: int
+    dim: int
+    rate: int
+    most: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
 class NgramConfig:
     """N-gram embeddings: see `layers.ngrams`."""
 
@@ -508,6 +521,7 @@ class ModelConfig:
     compression: CompressionConfig | None = None
     streams: StreamsConfig | None = None
     block_index: BlockIndexConfig | None = None
+    sparse_blocks: SparseBlockConfig | None = None
     ngrams: NgramConfig | None = None
     cycles: CyclesConfig | None = None
     """Where layers run several times: the model has as many layers as there are runs."""
@@ -634,4 +648,5 @@ class ModelConfig:
         outside = (
             self.cycles is not None or self.parallel or self.layer_norms or self.output_gate or self.streams is not None
         )
+        indexed = indexed or self.sparse_blocks is not None
         return not outside and not self.only and not self.sandwich_norms and not indexed

@@ -113,6 +113,7 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="ernie4_5_vl_moe", decoder="ernie4_5_vl_moe_text", fixed=True),
         Wrapper(model_type="paddleocr_vl", decoder="paddleocr_vl_text", fixed=True, flat=True, tied_by="either"),
         Wrapper(model_type="hunyuan_vl", decoder="hunyuan_vl_text", fixed=True, flat=True, tied_by="either"),
+        Wrapper(model_type="minimax_m3_vl", decoder="minimax_m3_vl_text", fixed=True, tied_by="either"),
         Wrapper(model_type="gemma4", decoder="gemma4_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
         Wrapper(model_type="step3p7", decoder="step3p5", fixed=True),

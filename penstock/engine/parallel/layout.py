@@ -115,6 +115,9 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         widths.append(model.short_conv.channels)
     if model.compression is not None:
         widths.append(model.compression.output_groups)
+    if model.sparse_blocks is not None:
+        choosing = model.sparse_blocks.heads
+        kv_fits = kv_fits and (choosing % tensor == 0 or tensor % choosing == 0)
     even = (model.num_heads, *model.query_heads, *widths)
     return kv_fits and all(width % tensor == 0 for width in even)
 
@@ -220,6 +223,10 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     ngrams = model.ngrams
     if ngrams is not None:
         ngrams = dataclasses.replace(ngrams, layers=ngrams.layers[first:last])
+    sparse = model.sparse_blocks
+    if sparse is not None:
+        begin, end = kv_head_span(model, place, sparse.heads)
+        sparse = dataclasses.replace(sparse, layers=sparse.layers[first:last], heads=end - begin)
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -244,6 +251,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         short_conv=short,
         compression=compression,
         ngrams=ngrams,
+        sparse_blocks=sparse,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

@@ -62,6 +62,11 @@ class Member(ABC):
         return self._groups
 
     @property
+    def captures(self) -> bool:
+        """Whether steps are captured, where its device captures any; see `LeadDecoder.followers`."""
+        return self.groups.capturable and not self.place.data
+
+    @property
     def neighbours(self) -> int:
         """Ranks on this machine, itself included."""
         return len(self.rendezvous.beside(self.place.rank))

@@ -22,6 +22,7 @@ from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import FixedWork, Metered, ModelName, NamedModel
 from penstock.gateway.accounting.request_limits import RequestLimits
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.identity import Caller
@@ -149,6 +150,8 @@ class Quotas:
         counting a prompt leaves what it takes to send it.
         """
         work = TextWork()
+        if only:
+            check_targets(exchange, followed=())
         if characters <= LONG_CHARACTERS and not only:
             try:
                 yield work

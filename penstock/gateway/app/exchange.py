@@ -128,7 +128,8 @@ class Exchange:
         self.body_read = False
         self.body_size = 0
         self.answering = False
-        """Whether a part of the answer is there, such as the calls of tools: what follows is no first token."""
+        """Whether a part of the answer is there, such as the calls of tools, or a stream that is resumed: what follows
+        is no first token."""
         self.documents = False
         """Whether the model reads documents that came with the request."""
         self.padding: Callable[[bytes], bytes] | None = None

@@ -65,6 +65,7 @@ def asked_for(exchange: Exchange, *, stream: bool | None, **hindrances: object) 
     found = _ID.fullmatch(header)
     if found is None:
         raise InvalidRequest("`Last-Event-ID` must be `new` or the id of an event.", param="Last-Event-ID")
+    exchange.answering = True
     return Resumption(client, found[1].decode(), int(found[2]))
 
 

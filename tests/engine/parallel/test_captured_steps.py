@@ -126,6 +126,32 @@ def test_ranks_replay_the_steps_that_rank_0_replays(
     assert {kind for kind, _ in captured} == {decode_graphs.Kind.DECODES, decode_graphs.Kind.PROMPTS}
 
 
+@pytest.mark.parametrize(
+    ("grid", "settings"),
+    [((2, 1), {}), ((1, 2), {}), ((2, 1), {"attention_parallel": "data", "expert_parallel": True})],
+    ids=str,
+)
+def test_room_is_left_for_captured_steps_where_there_are_some(
+    tmp_path: Path,
+    captured: list[tuple[int, tuple[int, int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    grid: tuple[int, int],
+    settings: dict[str, Any],
+) -> None:
+    asked: list[Any] = []
+
+    def graph_bytes(*given: Any) -> int:
+        asked.append(given)
+        return 0
+
+    monkeypatch.setattr(ReferenceBackend, "graph_bytes", graph_bytes)
+    folder = write_checkpoint("mixtral", tmp_path / "m")
+    with threaded_engine(folder, *grid, **SETTINGS, **settings) as engine:
+        captures = type(engine.runner.executor) is GraphExecutor
+    assert len(asked) == (2 if captures else 0)
+    assert captures == (grid == (2, 1) and not settings)
+
+
 @pytest.mark.parametrize("family", ["glm-dsa", pytest.param("deepseek-v32", marks=pytest.mark.slow)])
 def test_decodes_with_long_contexts_are_replayed_too(
     tmp_path: Path, family: str, captured: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch

@@ -144,6 +144,7 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
                 "afmoe",
                 "mimo-v2-flash",
                 "laguna",
+                "minimax-m3",
                 "step3.5",
             )
         ),

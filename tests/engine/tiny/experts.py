@@ -42,6 +42,12 @@ ERNIE_MOE: dict[str, Any] = {
 }  # fmt: skip
 HUNYUAN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 8, "moe_topk": 3}
 MINIMAX_M2: dict[str, Any] = {"head_dim": 32, "num_local_experts": 12, "num_experts_per_tok": 3}
+MINIMAX_M3: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 32,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 64, "index_n_heads": 2, "index_head_dim": 16,
+    "index_block_size": 8, "index_topk_blocks": 3, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse", FULL],
+}  # fmt: skip
 EXAONE_MOE: dict[str, Any] = {
     **CORRECTED, "head_dim": 32, "num_experts": 12, "sliding_window": 40, "num_shared_experts": 1,
 }  # fmt: skip
@@ -186,6 +192,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-4,
             "layer_types": [FULL, SLIDING, SLIDING, FULL],
             "attention_bias": True,
+        },
+    ),
+    "minimax-m3": ("MiniMaxM3VLTextConfig", {**MINIMAX_M3, "rope_parameters": HALF_ROPE}),
+    "minimax-m3-shared-choice": (
+        "MiniMaxM3VLTextConfig",
+        {
+            **MINIMAX_M3,
+            "num_key_value_heads": 4,
+            "num_attention_heads": 8,
+            "head_dim": 16,
+            "index_head_dim": 20,
+            "index_block_size": 20,
+            "index_local_blocks": 2,
+            "layer_types": ["minimax_m3_sparse"] * 4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "swiglu_limit": 2.0,
+            "swiglu_alpha": 1.2,
         },
     ),
     "laguna": (

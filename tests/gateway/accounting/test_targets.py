@@ -59,3 +59,23 @@ async def test_what_is_no_target_is_refused(serving: Serving, text: TextModel, s
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "x-slo-tpot-ms"
         assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/tokenize", {"prompt": "x"}),
+        ("/v1/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": CHAT["messages"]}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
+    ],
+)
+async def test_what_waits_for_no_engine_names_them_as_ignored(
+    serving: Serving, path: str, body: dict[str, object]
+) -> None:
+    async with serving() as running:
+        sent = {"model": "tiny", **body}
+        named = await running.client.post(path, json=sent, headers={"x-slo-ttft-ms": "9", "x-slo-tpot-ms": "9"})
+        assert named.status_code == 200 and named.headers["x-penstock-ignored"] == "x-slo-ttft-ms, x-slo-tpot-ms"
+        refused = await running.client.post(path, json=sent, headers={"x-slo-ttft-ms": "soon"})
+        assert refused.status_code == 400 and "x-slo-ttft-ms" in refused.text

@@ -107,7 +107,8 @@ async def test_a_client_says_how_long_its_request_may_wait_for_an_engine(
     async with serving(backend=ReplicaSet("tiny", [first]), **options) as it:
         first.leave()
         second.leave()
-        for path, body in ASKS.values():
+        others = ("/completion", {"prompt": ["a", 1, "b"]}), ("/api/generate", {})
+        for path, body in (*ASKS.values(), *others):
             reply = await it.client.post(path, json={"model": "tiny", **body}, headers={"x-slo-ttft-ms": "100"})
             assert reply.status_code == 503 and reply.headers["x-penstock-reason"] == "queue_timeout"
             assert "waited 0." in reply.text or "waited 0 s" in reply.text, reply.text

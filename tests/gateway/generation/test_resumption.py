@@ -190,6 +190,26 @@ async def test_streams_of_every_api_go_on_after_a_broken_connection(
         await settled(running[0], len(STREAMS))
 
 
+async def test_what_is_resumed_has_no_first_token_to_wait_for(
+    serving: Serving, tmp_path: Path, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Request] = []
+    submit = ReplicaSet.submit
+
+    def noted(self: ReplicaSet, request: Request, *rest: Any) -> str:
+        sent.append(request)
+        return submit(self, request, *rest)
+
+    monkeypatch.setattr(ReplicaSet, "submit", noted)
+    async with gateways(serving, tmp_path, text) as running:
+        client = Follower(*STREAMS["chat"], headers={"x-slo-ttft-ms": "600000"})
+        assert await client.follow(running[0].client, 5) == 200
+        assert await client.follow(running[1].client) == 200
+        first, resumed = sent
+        assert first.patience_s is not None and not first.produced
+        assert resumed.patience_s is None and resumed.produced
+
+
 async def settled(gateway: Running, count: int) -> dict[str, Any]:
     return await until(lambda: total(gateway), lambda used: used.get("requests") == count)
 

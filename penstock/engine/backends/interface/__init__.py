@@ -90,6 +90,7 @@ from penstock.engine.backends.interface.recurrence import (
     ShortConvWeights,
 )
 from penstock.engine.backends.interface.sampling import SamplingOps
+from penstock.engine.backends.interface.sparse_blocks import SparseBlockIndex, SparseBlockLayout, SparseBlockOps
 
 __all__ = [
     "FP8",
@@ -146,6 +147,9 @@ __all__ = [
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",
+    "SparseBlockIndex",
+    "SparseBlockLayout",
+    "SparseBlockOps",
     "Staging",
     "StateBatch",
     "StepDefaults",

@@ -16,6 +16,7 @@ from penstock.engine.backends.interface.indexer import IndexOps
 from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps
+from penstock.engine.backends.interface.sparse_blocks import SparseBlockOps
 
 
 class LinkedProducts(Protocol):
@@ -26,7 +27,17 @@ class LinkedProducts(Protocol):
         ...
 
 
-class Ops(ActivationOps, AttentionOps, BlockIndexOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
+class Ops(
+    ActivationOps,
+    AttentionOps,
+    BlockIndexOps,
+    CompressionOps,
+    IndexOps,
+    RecurrentOps,
+    SamplingOps,
+    SparseBlockOps,
+    Protocol,
+):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
     wide_stream: bool

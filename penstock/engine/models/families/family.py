@@ -27,6 +27,7 @@ from penstock.engine.models.model_config import (
     NgramConfig,
     QueryGrowth,
     ShortConvConfig,
+    SparseBlockConfig,
     StreamsConfig,
     TokenInputs,
 )
@@ -120,6 +121,7 @@ class ConfigFields(TypedDict, total=False):
     short_conv: ShortConvConfig
     streams: StreamsConfig
     block_index: BlockIndexConfig
+    sparse_blocks: SparseBlockConfig
     ngrams: NgramConfig
     cycles: CyclesConfig
     tied_embeddings: bool
@@ -239,6 +241,11 @@ class GGUFFormat:
     """Whether numbers of KV heads and widths of feed-forwards may differ between layers without either of them."""
     window_heads: bool = False
     """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
+    query_heads: bool = False
+    """Whether numbers of query heads may differ between layers."""
+    window_rotated: bool = False
+    """Whether layers with a window rotate a share of each head of their own, which `config` reads
+    (`rope.dimension_count_swa`)."""
     window_rope: bool = False
     """Whether layers with a window have a rotary base of their own, which `config` reads (`rope.freq_base_swa`)."""
     final_norm: str = "output_norm"

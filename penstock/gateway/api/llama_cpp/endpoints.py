@@ -11,6 +11,7 @@ import msgspec
 import penstock
 from penstock.engine.request import SamplingParams
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.accounting.targets import time_left
 from penstock.gateway.api.llama_cpp.completion_request import (
     NAMES,
     Asked,
@@ -111,7 +112,7 @@ class LlamaCppEndpoints:
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         window = model.context_window or 0
         if isinstance(model, ServedModel):
-            await model.backend.wait_ready(pipeline.settings.engine_wait_s)
+            await model.backend.wait_ready(pipeline.settings.engine_wait_s, at_most=time_left(exchange))
             window = model.context_window or window
         size = sum(len(part) for part in asked.texts)
         async with pipeline.quotas.text_work(exchange, model.name, size):

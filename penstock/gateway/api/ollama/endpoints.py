@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 import penstock
+from penstock.gateway.accounting.targets import time_left
 from penstock.gateway.api.ollama.catalogue import Catalogue
 from penstock.gateway.api.ollama.chat_request import (
     NAMES,
@@ -142,7 +143,7 @@ class OllamaEndpoints:
         note_advice(exchange, request)
         model = await self._catalogue.model(exchange.caller, name)
         if model is not None:
-            await model.backend.wait_ready(self._pipeline.settings.engine_wait_s)
+            await model.backend.wait_ready(self._pipeline.settings.engine_wait_s, at_most=time_left(exchange))
         said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
         record = {"model": request.model, "created_at": now(), **said, "done": True, "done_reason": "load"}
         await exchange.reply_json(record)
