@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attention_cases import DTYPES
 from gpu_harness import DEVICE, MODE, QUICK, TOLERANCE, check, poisoned_outputs, rand
-from test_triton_mamba import SameEverywhere
+from state_cases import SameEverywhere
 from test_triton_moe import wide
 from torch import Tensor
 from torch.nn import functional as F

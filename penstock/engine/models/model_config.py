@@ -426,8 +426,8 @@ class ModelConfig:
     query_kinds: tuple[int, ...] = ()
     """The numbers among these in the whole model, each once, where this is a part of it; empty: those here."""
     mtp_like: int | None = None
-    """Where layers differ in their heads: one with the heads, window and rotary embedding of the first layer for
-    multi-token prediction; None: that is not known."""
+    """A layer with the heads, window and rotary embedding of the first one for multi-token prediction; None: it sees
+    everything, and its heads are those of all layers."""
     key_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to; empty: its own, everywhere."""
     keys_as_values: bool = False

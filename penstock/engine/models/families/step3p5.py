@@ -73,6 +73,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
         "gates_by_head": True,
         "attention_scale": scale**-0.5,
         "windows": windows,
+        "mtp_like": _drafting(raw, windows),
         "rope": full,
         "local_rope": local,
         "bounds": _bounds(raw, "swiglu_limits_shared"),
@@ -80,7 +81,6 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
     if len({*heads}) > 1:
         fields["query_heads"] = heads
-        fields["mtp_like"] = _drafting(raw, windows)
     return fields
 
 
