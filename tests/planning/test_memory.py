@@ -42,7 +42,7 @@ from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
-from tests.planning.test_model_shape import INDEX, LAGUNA, MINIMAX_M3, of
+from tests.planning.test_model_shape import INDEX, LAGUNA, MINIMAX_M3, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -158,6 +158,7 @@ NEWEST = [
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
     {**of("minimax_m3_vl_text"), **MINIMAX_M3},
+    of("step3p5", **STEP),
     of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
 ]
 

@@ -52,6 +52,11 @@ MINIMAX_M3 = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }  # fmt: skip
 CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+STEP = {
+    **{key: value for key, value in CORRECTED.items() if key != "n_shared_experts"}, "share_expert_dim": 40,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "attention_other_setting": {"num_attention_heads": 6},
+}  # fmt: skip
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
@@ -130,6 +135,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("laguna", **LAGUNA, gating="per-element", attention_bias=True, mlp_layer_types=["sparse"] * 3),
         {**of("minimax_m3_vl_text"), **MINIMAX_M3},
         {**of("minimax_m3_vl_text"), **MINIMAX_M3, "mlp_layer_types": ["sparse"] * 3, "index_n_heads": 1},
+        of("step3p5", **STEP),
+        of("step3p5", **STEP, attention_bias=True, mlp_bias=True, num_sliding_attention_heads=8),
         of("axk1", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
         of("minicpm3", **LATENT, q_lora_rank=24, mlp_bias=True),
         of("youtu", **LATENT, q_lora_rank=None, attention_bias=True),

@@ -35,7 +35,7 @@ from penstock.engine.adapters.layout import (
     Site,
     Stack,
 )
-from penstock.engine.backends.activation import ClampedSwiglu, has_gate
+from penstock.engine.backends.activation import ClampedSilu, ClampedSwiglu, has_gate
 from penstock.engine.models import axk2, deepseek_v4
 from penstock.engine.models.families import family_of
 from penstock.engine.models.hrm_text import STACKS
@@ -330,8 +330,13 @@ def _gated(config: ModelConfig, prefix: str, at: str, ffn: int, **more: Any) -> 
 
 
 def _gates(config: ModelConfig) -> bool:
-    """See `Site.gated`."""
-    return has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu)
+    """See `Site.gated`: of dense feed-forwards and of the expert that all tokens visit."""
+    return _unbounded(config) and not any(config.bounds)
+
+
+def _unbounded(config: ModelConfig) -> bool:
+    """Whether a gate has no bounds, behind which a factor of the inputs is another than before them."""
+    return has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu | ClampedSilu)
 
 
 def _parts(config: ModelConfig, gate_up: tuple[str, str]) -> tuple[str, ...]:
@@ -366,7 +371,7 @@ def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
                 ("down_proj", stored[1], False),
             )
         )
-        one, gated = f"{names.moe}experts.{ANY}.", _gates(config) and not moe.clamp
+        one, gated = f"{names.moe}experts.{ANY}.", _unbounded(config) and not moe.clamp and not any(moe.bounds)
         gate_up = tuple(one + part for part in _parts(config, names.expert_gate_up))
         sites += (
             Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size,) * len(gate_up), outer, stack=up, gated=gated, **at),

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.interface import (
+    Activation,
     ActivationOps,
     AttentionBatch,
+    BoundedSilu,
     ClampedSilu,
     Clip,
     HeadLayout,
@@ -248,7 +250,9 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
 def compose_mlp(context: LayerContext, at: str, ffn: int, ops: ActivationOps) -> GatedMlp:
     """One that every token visits; `at`: what its names begin with."""
     names, bias = context.names, context.config.mlp_bias
-    return _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+    made = _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+    bound = context.config.bound_in(context.index)
+    return replace(made, activation=BoundedSilu(bound)) if bound else made
 
 
 def _gated(
@@ -308,7 +312,9 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
 
-    bound = ClampedSilu(moe.clamp) if moe.clamp else None
+    bound: Activation | None = ClampedSilu(moe.clamp) if moe.clamp else None
+    if moe.bounds and moe.bounds[context.index]:
+        bound = BoundedSilu(moe.bounds[context.index])
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:

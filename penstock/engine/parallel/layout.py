@@ -185,6 +185,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             shard=place.shard,
             shared_ffn_size=moe.shared_ffn_size // parts,
             hashed=moe.hashed[first:last],
+            bounds=moe.bounds[first:last],
         )
     delta = model.delta
     if delta is not None:
@@ -232,6 +233,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         num_kv_heads=kv_last - kv_first,
         ffn_size=model.ffn_size // parts,
         layer_heads=tuple(layer_heads),
+        bounds=model.bounds[first:last],
         query_heads=tuple(heads // parts for heads in model.query_heads[first:last]),
         query_kinds=tuple(heads // parts for heads in dict.fromkeys(model.query_heads)),
         key_sources=_own_sources(model, first, last),

@@ -226,6 +226,11 @@ BASES: dict[str, dict[str, Any]] = {
                       "layer_types": [FULL, SLIDING] * 2, "rope_theta": ABSENT,
                       "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 700.0,
                                                  "partial_rotary_factor": 0.5} for kind in (FULL, SLIDING)}},
+    "step3p5": {"hidden_act": "silu", "head_dim": 12, "sliding_window": 20, "layer_types": [FULL, SLIDING] * 2,
+                "num_sliding_attention_heads": 6, "n_routed_experts": 6, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16, "share_expert_dim": 24, "moe_layers_enum": "1,2,3", "pad_token_id": 0,
+                "moe_router_scaling_factor": 1.5, "swiglu_limits": [0.0, 0.3, None, 0.5],
+                "swiglu_limits_shared": [0.4, 0.0, 0.6, None], "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0]},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
@@ -300,10 +305,20 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),
     "sliding_window_pattern": (None, 0, 1, 3, 6),
     "max_window_layers": (0, 1, 3, 9, -1, None),
+    "swiglu_limits": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
+    "swiglu_limits_shared": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
+    "partial_rotary_factors": (None, [], [0.75] * 4, [0.5] * 3, [0.5, 1.0, 0.75, 1.0], [0.0] * 4, 0.5),
+    "moe_layers_enum": ("", "2", "0,1,2,3", " 1, 3,", [1, 2], [], "a", 3, [1.5], None),
+    "attention_other_setting": ({"num_attention_heads": 2}, {}, {"num_attention_groups": 1}, {"head_dim": 16}, "x",
+                                None),
+    "num_nextn_predict_layers": (0, 1, -1, None, "x"),
     "max_position_embeddings": (61, 200, None, "200"),
     "intermediate_size": (96, 49, 0, None),
     "mlp_only_layers": (None, [], [1], [0, 2], [9]),
-    "per_layer_config": (None, {}, {"1": {"sliding_window": 5}}, {"1": {"num_key_value_heads": 4}}),
+    "per_layer_config": (None, {}, {"1": {"sliding_window": 5}}, {"1": {"num_key_value_heads": 4}},
+                         {"1": {"num_attention_heads": 2}, "3": {"num_attention_heads": 2}},
+                         {"0": {"num_attention_heads": 8}, "2": {"num_attention_heads": 8}},
+                         {"1": {"num_attention_heads": 2}}),
     "head_dim": (None, 8, 10, 7, 0),
     "partial_rotary_factor": (None, 0.5, 1.0, 0.25),
     "original_max_position_embeddings": (24, 48, 96, None),
@@ -359,6 +374,23 @@ PAIRS: dict[str, tuple[dict[str, Any], ...]] = {
 """Cases in which several keys meet."""
 
 
+OWN: dict[str, tuple[dict[str, Any], ...]] = {
+    "step3p5": (
+        {"layer_types": [FULL, SLIDING] * 2 + [SLIDING], "num_nextn_predict_layers": 1},
+        {"rope_theta": [90.0, 700.0] * 2 + [3.0], "swiglu_limits": [0.2] * 5, "num_nextn_predict_layers": 1},
+        {"layer_types": [FULL, SLIDING] * 2 + [SLIDING], "num_mtp_layers": 1},
+        {"num_sliding_attention_heads": ABSENT, "attention_other_setting": {"num_attention_heads": 2}},
+        {"num_sliding_attention_heads": ABSENT, "attention_other_setting": {"num_attention_groups": 1}},
+        {"n_routed_experts": ABSENT, "moe_num_experts": 4}, {"num_experts_per_tok": ABSENT, "moe_top_k": 3},
+        {"moe_num_experts": 4}, {"moe_top_k": 3}, {"num_attention_groups": 1}, {"share_expert_dims": 20},
+        {"moe_layers_enum": "1", "mlp_layer_types": ["dense", "sparse"] * 2},
+        {"rope_scaling": LLAMA3, "rope_theta": [90.0, 700.0] * 2},
+        *({"rope_theta": value} for value in ([90.0, 700.0] * 2, [700.0] * 3, [90.0, 700.0, 80.0, 60.0], [None] * 4)),
+    ),
+}  # fmt: skip
+"""Further cases of one family."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     family: str
@@ -386,7 +418,7 @@ def cases(family: str) -> Iterator[Case]:
             if repr(value) not in seen and not left_out:
                 seen.append(repr(value))
                 yield Case(family, {key: value})
-    for changes in itertools.chain(*PAIRS.values()):
+    for changes in itertools.chain(*PAIRS.values(), OWN.get(family, ())):
         yield Case(family, changes)
 
 

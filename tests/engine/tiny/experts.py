@@ -64,6 +64,16 @@ LAGUNA: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 40, "num_experts": 12, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "moe_routed_scaling_factor": 1.7,
 }  # fmt: skip
+STEP: dict[str, Any] = {
+    "pad_token_id": 0, "head_dim": 16, "num_sliding_attention_heads": 6, "sliding_window": 40,
+    "layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "share_expert_dim": 64,
+    "moe_router_scaling_factor": 1.7, "swiglu_limits": [0.0, None, 0.6], "swiglu_limits_shared": [0.4, 0.0, 0.7],
+    "rope_parameters": {
+        FULL: {**LLAMA3_ROPE, "partial_rotary_factor": 0.5},
+        SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}  # fmt: skip
 HY_V3: dict[str, Any] = {
     "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "router_scaling_factor": 1.7,
@@ -219,6 +229,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "gating": "per-element",
             "attention_bias": True,
             "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "step3.5": ("Step3p7TextConfig", STEP),
+    "step3.5-biased": (
+        "Step3p7TextConfig",
+        {
+            **STEP,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_sliding_attention_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "query_pre_attn_scalar": 9,
+            "tie_word_embeddings": True,
+            "rope_parameters": {FULL: {**YARN_ROPE, "partial_rotary_factor": 0.75}, SLIDING: HALF_ROPE},
         },
     ),
     "mimo-v2-flash": ("MiMoV2FlashConfig", {**MIMO_V2, "routed_scaling_factor": 1.6}),

@@ -14,7 +14,15 @@ Layout, the same everywhere:
 * The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
-from penstock.engine.backends.activation import Activation, ClampedSilu, ClampedSwiglu, Clip, Pointwise, Xielu
+from penstock.engine.backends.activation import (
+    Activation,
+    BoundedSilu,
+    ClampedSilu,
+    ClampedSwiglu,
+    Clip,
+    Pointwise,
+    Xielu,
+)
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
@@ -97,6 +105,7 @@ __all__ = [
     "BlockIndex",
     "BlockIndexLayout",
     "BlockIndexOps",
+    "BoundedSilu",
     "Chosen",
     "ChosenTokens",
     "ClampedSilu",

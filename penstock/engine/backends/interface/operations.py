@@ -83,6 +83,8 @@ class Ops(
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> Tensor: ...
+
     def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         """What computes these products of one token in one launch; None where there is no kernel for it. Its programs
         wait for each other: no other launch of this kind may be on the device at the same time."""

@@ -93,6 +93,7 @@ from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.stablelm import STABLELM
 from penstock.engine.models.families.starcoder2 import STARCODER2
+from penstock.engine.models.families.step3p5 import STEP3P5
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.text_types import TEXT_TYPES
 from penstock.engine.models.families.youtu import YOUTU
@@ -211,6 +212,7 @@ FAMILIES: dict[str, Family] = {
         MIMO_V2_FLASH,
         LAGUNA,
         MINIMAX_M3,
+        STEP3P5,
     )
 }
 """By `model_type`."""

@@ -71,6 +71,7 @@ class ConfigFields(TypedDict, total=False):
     attention_sinks: bool
     window_sinks: bool
     attention_softcap: float | None
+    bounds: tuple[float, ...]
     compression: CompressionConfig
     delta: DeltaConfig
     ffn_sizes: tuple[int, ...]
@@ -100,6 +101,7 @@ class ConfigFields(TypedDict, total=False):
     mamba: MambaConfig
     mlp_bias: bool
     mlp_scales: tuple[float, float]
+    mtp_like: int | None
     max_positions: int
     moe: MoeConfig | None
     num_heads: int
@@ -279,6 +281,8 @@ class Family:
     fields: Callable[[HFConfig], ConfigFields] = llama_fields
     """What a `config.json` says beyond the keys that all families have. It is given those that the reference would see,
     with the reference's defaults for those left out."""
+    translate: Callable[[HFConfig], dict[str, Any]] = dict
+    """From its keys, with the defaults, to those of other families, where files say the same in another way."""
     reads: frozenset[str] = frozenset({"attention_bias", "mlp_bias"})
     """The keys that `fields` uses beyond those of all families (`config_keys.READ`)."""
     limits: Mapping[str, Collection[Any]] = field(default_factory=lambda: {"hidden_act": SILU})
@@ -306,7 +310,7 @@ class Family:
     def checked(self, raw: HFConfig) -> dict[str, Any]:
         """The keys to read, with defaults; CheckpointError for one whose value cannot be honoured."""
         self.rules.check(raw)
-        return with_defaults(self.reference or self.model_type, raw, self.reads)
+        return self.translate(with_defaults(self.reference or self.model_type, raw, self.reads))
 
 
 def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
