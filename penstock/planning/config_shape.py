@@ -11,16 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.backends.activation import Xielu, has_gate
+from penstock.engine.models.attention_config import CompressionConfig
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import (
-    CompressionConfig,
-    DeltaConfig,
-    MambaConfig,
-    ModelConfig,
-    ShortConvConfig,
-)
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.ngram_hash import table_rows
+from penstock.engine.models.recurrence_config import DeltaConfig, MambaConfig, ShortConvConfig
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 from penstock.planning.compression import Compression

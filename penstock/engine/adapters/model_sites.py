@@ -37,6 +37,7 @@ from penstock.engine.adapters.layout import (
 )
 from penstock.engine.backends.activation import ClampedSilu, ClampedSwiglu, has_gate
 from penstock.engine.models import axk2, deepseek_v4
+from penstock.engine.models.attention_config import CompressionConfig, LatentConfig
 from penstock.engine.models.families import family_of
 from penstock.engine.models.hrm_text import STACKS
 from penstock.engine.models.kimi_linear import DECAY_DOWN, DECAY_UP, GATE_DOWN, GATE_UP, QUERY_KEY_VALUE, RATE
@@ -44,7 +45,8 @@ from penstock.engine.models.kimi_linear import OUTPUT as OUT_OF_CHANNELS
 from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS
 from penstock.engine.models.latent import INDEXER as LATENT_INDEXER
 from penstock.engine.models.llama import SPARSE_INDEXER
-from penstock.engine.models.model_config import CompressionConfig, DeltaConfig, LatentConfig, ModelConfig
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.recurrence_config import DeltaConfig
 
 _DELTA = "linear_attn."
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "mixer.")

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch, CompressionLayout
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
+from penstock.engine.models.attention_config import CompressionConfig
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
 from penstock.engine.models.layers.experts import StepTokens
@@ -17,7 +18,7 @@ from penstock.engine.models.layers.hyper_connections import HyperConnection, Str
 from penstock.engine.models.layers.linear import WideLinear
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.llama import compose_feed_forward
-from penstock.engine.models.model_config import CompressionConfig, StreamsConfig
+from penstock.engine.models.model_config import StreamsConfig
 from penstock.engine.models.streams import StreamsDecoder
 
 INPUTS, QUERY_UP, KEY = "q_a_proj", "q_b_proj", "kv_proj"

@@ -29,6 +29,7 @@ from penstock.engine.backends.interface import (
 )
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
+from penstock.engine.models.attention_config import SparseBlockConfig
 from penstock.engine.models.boundary import Boundary, boundaries_of
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention, HeadLayerNorms, RowNorms
@@ -47,7 +48,7 @@ from penstock.engine.models.layers.narrow_values import NarrowValueAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.layers.sparse_block_attention import SparseBlockAttention, TokenIndexer
 from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
-from penstock.engine.models.model_config import MoeConfig, SparseBlockConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
 

@@ -2,160 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from penstock.engine.models.attention_config import (
+    BlockIndexConfig,
+    CompressionConfig,
+    LatentConfig,
+    QueryGrowth,
+    SparseBlockConfig,
+)
+from penstock.engine.models.moe_config import MoeConfig
+from penstock.engine.models.recurrence_config import DeltaConfig, MambaConfig, ShortConvConfig
 from penstock.engine.models.rope import NO_ROPE, RopeConfig
-from penstock.errors import CheckpointError
+from penstock.engine.models.stage_config import StageConfig
 
 if TYPE_CHECKING:
     from penstock.engine.backends.interface import Activation
 
 Shared = Literal["", "values", "both"]
-
-LayerTable = tuple[tuple[int, ...], ...]
-"""Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
-
-
 LayerPart = Literal["mixer", "feed_forward"]
-Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
-"""How a router's logits become scores: over all experts, or of each by itself."""
-GroupScore = Literal["best", "best_two"]
-"""The score of a group of experts: its best expert's, or the sum of its best two."""
-SMALL_TOTAL = 1e-20
-"""What most families, and the CUDA kernels, add to a sum of scores before they divide by it."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """A feed-forward of many experts, of which each token visits a few, and perhaps one that all tokens visit."""
-
-    experts: int
-    top_k: int
-    ffn_size: int
-    normalize: bool
-    """Whether the weights of a token's experts are scaled to sum to one."""
-    layers: tuple[bool, ...]
-    """Which layers have experts; the others are dense."""
-    router_bias: bool = False
-    expert_bias: bool = False
-    """Whether the matrices of the experts have biases."""
-    placement: tuple[LayerTable, ...] = ()
-    """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
-    shard: int = 0
-    """Whose experts of `placement` this process holds."""
-    scoring: Scoring = "softmax"
-    correction_bias: bool = False
-    """Whether a stored number per expert is added to the scores when experts are chosen; it is in no weight."""
-    groups: int = 1
-    top_groups: int = 1
-    """A token's experts are from this many of the groups, each a run of equally many experts."""
-    group_score: GroupScore = "best"
-    outside: float = -math.inf
-    """What experts of other groups score when experts are chosen."""
-    clamp: float = 0.0
-    """How far the gates and inputs of experts reach (`ClampedSilu`), where that is so of these alone; 0: no bound."""
-    bounds: tuple[float, ...] = ()
-    """Of each layer: how far activated gates and inputs of experts reach (`BoundedSilu`), 0 where there is no bound;
-    empty: nowhere. See `ModelConfig.bounds`."""
-    scale: float = 1.0
-    """Factor of the weights, after they were scaled to sum to one."""
-    total_eps: float = SMALL_TOTAL
-    """Added to the sum that sigmoid weights are divided by: all of them may be zero."""
-    weight_inputs: bool = False
-    """Whether weights multiply what the experts read, not what they give."""
-    logit_softcap: float = 0.0
-    """The router's logits l become cap * tanh(l / cap) before they are scores; 0: they stay as they are."""
-    shared_ffn_size: int = 0
-    """Width of the expert that every token visits; 0: there is none."""
-    shared_scale: float = 1.0
-    """Factor of what that expert gives."""
-    shared_gate: bool = False
-    """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
-    hashed: tuple[bool, ...] = ()
-    """In which layers a stored table says by a token's id which experts it visits; empty: in none. They have no
-    correction."""
-    latent: int = 0
-    """Numbers of a token that the experts read and give, between two matrices; 0: all of them."""
-    expert_gains: bool = False
-    """Whether each expert has a stored factor of its weights, after they were scaled."""
-
-    def __post_init__(self) -> None:
-        if self.top_k > self.experts:
-            raise CheckpointError(f"a token cannot visit {self.top_k} of {self.experts} experts")
-        if self.groups < 1 or self.experts % self.groups or not 0 < self.top_groups <= self.groups:
-            raise CheckpointError(f"{self.experts} experts cannot be in {self.groups} groups, {self.top_groups} chosen")
-        size = self.experts // self.groups
-        if self.groups > 1 and self.group_score == "best_two" and size < 2:
-            raise CheckpointError(f"groups of {size} expert have no two best")
-        if self.scoring != "softmax" and self.top_k > self.top_groups * size:
-            raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
-
-
-@dataclass(frozen=True, slots=True)
-class IndexConfig:
-    """Attention to few tokens that an indexer chooses (DSA): see `IndexLayout`."""
-
-    heads: int
-    dim: int
-    most: int
-    """Tokens that are chosen; up to so many all are."""
-    interleaved: bool
-    layers: tuple[bool, ...]
-    """Which layers have an indexer. The others attend to what the last one before them chose."""
-    rotates_last: bool = False
-    """Whether the last dimensions of its heads are rotated, not the first."""
-    norm_eps: float = 1e-6
-    """Of the norm of its keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """Attention over latents (MLA): see `LatentLayout`. The model then has one KV head, the latent's."""
-
-    query_rank: int | None
-    """Width that queries are projected through; None: they are projected at once."""
-    rank: int
-    """Width of a latent."""
-    plain: int
-    rotary: int
-    value: int
-    """Dimensions of a head: of its query and key that are not rotated, that are, and of its value."""
-    interleaved: bool
-    norm_eps: float
-    """Of the norms between the projections."""
-    input_bias: bool = False
-    """Whether the projections down have a bias."""
-    index: IndexConfig | None = None
-    """None: tokens attend to everything."""
-    gated_queries: bool = False
-    """Whether queries come from the narrower vector with its norm and without, and a gate of the head's output behind
-    each query."""
-    gate_rank: int = 0
-    """Of the gates behind the norms of layers; 0: there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompressionConfig:
-    """Attention to a window and to entries that stand for several tokens: see `CompressionLayout`. Keys are values, and
-    there is one for all heads."""
-
-    rates: tuple[int, ...]
-    """Of each layer: tokens of an entry; 0 where there is the window alone."""
-    chosen: tuple[bool, ...]
-    """Which layers have an indexer. There the groups overlap."""
-    window: int
-    query_rank: int
-    """Width that queries are projected through."""
-    output_groups: int
-    """Runs of heads whose outputs are projected by themselves."""
-    output_rank: int
-    """What each run is projected to, before all of them are projected together."""
-    index_heads: int
-    index_dim: int
-    most: int
-    """Entries that are chosen; up to so many all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,29 +38,6 @@ class StreamsConfig:
     """The largest factor of what is added to a stream."""
     eps_added: bool = False
     """Whether `eps` is in that factor too."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockIndexConfig:
-    """Attention to blocks of tokens that an indexer chooses (QSA): see `BlockIndexLayout`."""
-
-    heads: int
-    dim: int
-    rate: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True)
-class SparseBlockConfig:
-    """Attention to blocks of the context that an indexer chooses for every KV head (MSA): see `SparseBlockLayout`."""
-
-    layers: tuple[bool, ...]
-    """Which layers have an indexer; the others see everything."""
-    heads: int
-    dim: int
-    rate: int
-    most: int
-    local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,97 +80,6 @@ class NgramConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaConfig:
-    """Gated delta nets in place of attention in some layers."""
-
-    layers: tuple[bool, ...]
-    """Which layers have one; the others have attention."""
-    k_heads: int
-    v_heads: int
-    k_dim: int
-    v_dim: int
-    conv: int
-    """Width of the causal convolution."""
-    grouped: bool
-    """Whether the checkpoint stores projections by key head; see `DeltaLayout`."""
-    by_channel: bool = False
-    """Whether every channel has a decay of its own; see there. Decays and output gates are then projected through few
-    numbers, which all heads share."""
-    sigmoid_gate: bool = False
-    """Whether output gates are sigmoids, not SiLUs."""
-
-    def __post_init__(self) -> None:
-        if self.v_heads % self.k_heads:
-            raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
-
-
-@dataclass(frozen=True, slots=True)
-class BesideAttention:
-    """Attention and Mamba in one layer: both read the same norm, and both are added to the residual stream."""
-
-    attention_in: float = 1.0
-    attention_out: float = 1.0
-    mamba_in: float = 1.0
-    mamba_out: float = 1.0
-    """Factors of what each reads and gives."""
-
-
-@dataclass(frozen=True, slots=True)
-class MambaConfig:
-    """Mamba-2 layers in place of attention in some layers; see `MambaLayout`."""
-
-    layers: tuple[bool, ...]
-    """Which layers have one; the others have attention."""
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    conv: int
-    conv_bias: bool
-    in_bias: bool
-    out_bias: bool
-    norm_groups: int
-    norm_eps: float
-    gate_first: bool = True
-    dt_range: tuple[float, float] = (0.0, math.inf)
-    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """Factors of what is projected: gates, x, B, C, time steps."""
-    beside: BesideAttention | None = None
-    """Where these layers have attention too."""
-    norm_shards: int = 1
-    """Shards that have parts of one run of channels that is normalized together."""
-
-    def __post_init__(self) -> None:
-        if self.heads % self.groups:
-            raise CheckpointError(f"{self.heads} Mamba heads cannot share {self.groups} groups evenly")
-        low, high = self.dt_range
-        if not 0.0 <= low <= high:
-            raise CheckpointError(f"time steps of Mamba layers cannot lie between {low} and {high}")
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution."""
-        return self.inner + 2 * self.groups * self.state
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvConfig:
-    """Gated short convolutions in place of attention in some layers; see `Ops.short_conv`."""
-
-    layers: tuple[bool, ...]
-    """Which layers have one; the others have attention."""
-    channels: int
-    width: int
-    """Tokens that one token sees, itself included."""
-    bias: bool
-    """Whether the convolution and both projections have biases."""
-
-
-@dataclass(frozen=True, slots=True)
 class CyclesConfig:
     """Two stacks of layers that run in turn, several times for each token."""
 
@@ -359,52 +111,6 @@ class TokenInputs:
     """Rows of the table."""
     layers: int
     """Of the whole model."""
-
-
-DIGITS = 3
-"""Numbers that a token's id becomes; see `models.token_digits`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """What stages of a pipeline pass on of each token beside the residual stream."""
-
-    vectors: int = 0
-    """Numbers in what all layers from here on are told of the token; see `TokenInputs`."""
-    keys: tuple[tuple[int, int], ...] = ()
-    """Layers of the whole model to whose keys and values layers from here on attend, and how many numbers a shard has
-    of them."""
-    tokens: bool = False
-    """Whether layers from here on look up token ids."""
-
-    @property
-    def width(self) -> int:
-        return self.vectors + sum(width for _, width in self.keys) + DIGITS * self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StageConfig:
-    """A stage of a pipeline whose layers need more than the residual stream."""
-
-    first: int
-    """The layer of the whole model with which it begins."""
-    arrives: Carried
-    leaves: Carried
-    given: tuple[int | None, ...]
-    """Of each layer: the one of the whole model whose keys and values it stores, as an earlier stage has projected
-    them. Other layers of this stage attend to what it stores."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + offset) /
-    period)), so that softmaxes over long contexts stay sharp."""
-
-    period: float
-    strength: float
-    offset: float = 1.0
-    everywhere: bool = False
-    """In all layers, not only in those without rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

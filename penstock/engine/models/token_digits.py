@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.models.model_config import DIGITS
+from penstock.engine.models.stage_config import DIGITS
 
 
 def digits_of(token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,8 @@ from penstock.engine.kv.kinds import (
     PagedRows,
     RecurrentState,
 )
-from penstock.engine.models.model_config import IndexConfig, ModelConfig
+from penstock.engine.models.attention_config import IndexConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
 

@@ -18,7 +18,8 @@ import torch
 
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.experts import Experts, ExpertSlots
-from penstock.engine.models.model_config import LayerTable, ModelConfig
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.moe_config import LayerTable
 from penstock.engine.parallel.launch import Ranks
 from penstock.engine.parallel.layout import Place, place_experts, stage_span
 from penstock.engine.parallel.placement import imbalance, keep_in_place, moves, place

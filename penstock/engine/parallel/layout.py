@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.engine.models.model_config import Carried, ModelConfig, StageConfig
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.stage_config import Carried, StageConfig
 from penstock.engine.parallel.placement import place, slots_per_shard
 from penstock.errors import ConfigError
 

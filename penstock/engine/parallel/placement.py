@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.engine.models.model_config import LayerTable
+from penstock.engine.models.moe_config import LayerTable
 from penstock.errors import ConfigError
 
 

@@ -32,6 +32,7 @@ from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
+from penstock.engine.models.attention_config import LatentConfig
 from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
 from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN, POOL
 from penstock.engine.models.families import family_of
@@ -40,8 +41,9 @@ from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, 
 from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
 from penstock.engine.models.llama import SPARSE_INDEXER
-from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.qwen4_exp import NGRAMS
+from penstock.engine.models.recurrence_config import DeltaConfig, MambaConfig, ShortConvConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, given_keys, head_span, kv_head_span, stage_span
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.models.layers.experts import Router
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 

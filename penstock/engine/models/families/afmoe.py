@@ -23,7 +23,7 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma2 import layer_types
 from penstock.engine.models.families.sigmoid_experts import SHARED_TENSORS, require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 _PERIOD = 4

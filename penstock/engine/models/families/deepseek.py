@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.models.attention_config import LatentConfig
 from penstock.engine.models.families.deepseek_gguf import V2_FORMAT, V3_FORMAT
 from penstock.engine.models.families.family import (
     SILU,
@@ -26,7 +27,7 @@ from penstock.engine.models.families.family import (
     number,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import LatentConfig, MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import read_rope, rope_parameters
 from penstock.errors import CheckpointError
 

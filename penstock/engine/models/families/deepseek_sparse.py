@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.models.attention_config import IndexConfig
 from penstock.engine.models.families.deepseek import latent_fields, sparse_layers
 from penstock.engine.models.families.deepseek_gguf import LATENT_GGUF, LATENT_TENSORS, v3_from_gguf
 from penstock.engine.models.families.family import (
@@ -33,7 +34,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import IndexConfig, MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:

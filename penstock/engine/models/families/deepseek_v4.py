@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.backends.activation import ClampedSilu
+from penstock.engine.models.attention_config import CompressionConfig
 from penstock.engine.models.families.deepseek_v4_names import own_name
 from penstock.engine.models.families.family import (
     SILU,
@@ -26,7 +27,8 @@ from penstock.engine.models.families.family import (
     number,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import CompressionConfig, MoeConfig, Scoring, StreamsConfig
+from penstock.engine.models.model_config import StreamsConfig
+from penstock.engine.models.moe_config import MoeConfig, Scoring
 from penstock.engine.models.rope import RopeConfig, read_rope, rope_parameters
 from penstock.errors import CheckpointError
 

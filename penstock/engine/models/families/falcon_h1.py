@@ -30,7 +30,7 @@ from penstock.engine.models.families.mamba import (
     mamba_config,
     mamba_from_gguf,
 )
-from penstock.engine.models.model_config import BesideAttention
+from penstock.engine.models.recurrence_config import BesideAttention
 from penstock.errors import CheckpointError
 
 _MULTIPLIERS = frozenset({

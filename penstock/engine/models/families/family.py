@@ -13,24 +13,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from penstock.engine.loading.keys import KeyRules
-from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
-from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import (
+from penstock.engine.models.attention_config import (
     BlockIndexConfig,
     CompressionConfig,
-    CyclesConfig,
-    DeltaConfig,
     LatentConfig,
-    LayerPart,
-    MambaConfig,
-    MoeConfig,
-    NgramConfig,
     QueryGrowth,
-    ShortConvConfig,
     SparseBlockConfig,
-    StreamsConfig,
-    TokenInputs,
 )
+from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
+from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
+from penstock.engine.models.model_config import CyclesConfig, LayerPart, NgramConfig, StreamsConfig, TokenInputs
+from penstock.engine.models.moe_config import MoeConfig
+from penstock.engine.models.recurrence_config import DeltaConfig, MambaConfig, ShortConvConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 

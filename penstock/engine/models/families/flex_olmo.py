@@ -13,7 +13,7 @@ from penstock.engine.models.families.family import (
     layer_count,
 )
 from penstock.engine.models.families.olmo2 import OUT_NORMS, olmo2_fields
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 
 
 def _fields(raw: HFConfig) -> ConfigFields:

@@ -26,7 +26,8 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma import TANH, gemma_fields
 from penstock.engine.models.families.gemma2 import SANDWICH_NORMS, cap
 from penstock.engine.models.families.gemma4_gguf import FORMAT
-from penstock.engine.models.model_config import MoeConfig, TokenInputs
+from penstock.engine.models.model_config import TokenInputs
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from penstock.engine.models.families.family import (
     number,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 

@@ -31,7 +31,7 @@ from penstock.engine.models.families.mamba import (
     rotated_in_gguf,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 GRANITE_MOE_NAMES = TensorNames(

@@ -22,7 +22,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.sigmoid_experts import require_sigmoid, sparse_by_type
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 

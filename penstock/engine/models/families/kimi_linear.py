@@ -34,7 +34,7 @@ from penstock.engine.models.families.sigmoid_experts import (
     corrected_sigmoids,
     sparse_by_type,
 )
-from penstock.engine.models.model_config import DeltaConfig
+from penstock.engine.models.recurrence_config import DeltaConfig
 from penstock.engine.models.rope import STILL
 from penstock.errors import CheckpointError
 

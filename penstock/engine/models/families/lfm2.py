@@ -19,7 +19,8 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig, ShortConvConfig
+from penstock.engine.models.moe_config import MoeConfig
+from penstock.engine.models.recurrence_config import ShortConvConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:

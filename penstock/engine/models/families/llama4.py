@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.engine.models.attention_config import QueryGrowth
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
@@ -21,7 +22,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig, QueryGrowth
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.families.family import GGUFKeys, HFConfig, flag, integer, number
-from penstock.engine.models.model_config import MambaConfig
+from penstock.engine.models.recurrence_config import MambaConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:

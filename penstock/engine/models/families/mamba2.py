@@ -19,7 +19,8 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.mamba import MAMBA_MATRICES, SSM_KEYS, expansion, ssm_sizes, time_step_range
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import LayerPart, MambaConfig
+from penstock.engine.models.model_config import LayerPart
+from penstock.engine.models.recurrence_config import MambaConfig
 from penstock.engine.models.rope import NO_ROPE
 from penstock.errors import CheckpointError
 

@@ -21,7 +21,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.gemma2 import layer_types
 from penstock.engine.models.families.sigmoid_experts import sparse_by_type
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 

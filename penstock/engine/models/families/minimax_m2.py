@@ -18,7 +18,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig, read_rope
 
 

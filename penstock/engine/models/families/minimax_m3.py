@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.engine.backends.activation import ClampedSwiglu
+from penstock.engine.models.attention_config import SparseBlockConfig
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -20,7 +21,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.sigmoid_experts import sparse_by_type
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig, SparseBlockConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.engine.models.attention_config import QueryGrowth
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -16,7 +17,6 @@ from penstock.engine.models.families.family import (
     number,
     window_of,
 )
-from penstock.engine.models.model_config import QueryGrowth
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 

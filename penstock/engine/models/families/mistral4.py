@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from penstock.engine.models.attention_config import QueryGrowth
 from penstock.engine.models.families.deepseek import (
     LATENT_KEYS,
     LATENT_NAMES,
@@ -32,7 +33,6 @@ from penstock.engine.models.families.family import (
     mapping,
     number,
 )
-from penstock.engine.models.model_config import QueryGrowth
 from penstock.errors import CheckpointError
 
 _BETA, _LENGTH, _PART = "llama_4_scaling_beta", "original_max_position_embeddings", "partial_rotary_factor"

@@ -16,7 +16,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.mistral import mistral_fields
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 
 
 def _fields(raw: HFConfig) -> ConfigFields:

@@ -24,7 +24,9 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.mamba import SSM_KEYS, ssm_sizes
 from penstock.engine.models.families.mamba2 import NAMES, UNUSED, one_part_architecture, one_part_from_gguf
 from penstock.engine.models.families.sigmoid_experts import require_sigmoid
-from penstock.engine.models.model_config import LayerPart, MambaConfig, MoeConfig
+from penstock.engine.models.model_config import LayerPart
+from penstock.engine.models.moe_config import MoeConfig
+from penstock.engine.models.recurrence_config import MambaConfig
 from penstock.engine.models.rope import NO_ROPE
 from penstock.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from penstock.engine.models.families.family import (
     llama_fields,
 )
 from penstock.engine.models.families.olmo import clipped
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 
 
 def _fields(raw: HFConfig) -> ConfigFields:

@@ -22,7 +22,7 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.qwen2 import WINDOW_KEYS
 from penstock.engine.models.families.qwen3_moe import sparse_layers
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 
 _KEYS = WINDOW_KEYS | {
     "attention_bias", "qkv_bias", "decoder_sparse_step", "mlp_only_layers", "num_experts", "num_experts_per_tok",

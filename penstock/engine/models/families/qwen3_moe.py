@@ -18,7 +18,7 @@ from penstock.engine.models.families.family import (
     llama_fields,
     window_of,
 )
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 _KEYS = frozenset({

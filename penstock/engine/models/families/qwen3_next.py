@@ -17,7 +17,8 @@ from penstock.engine.models.families.family import (
     layer_count,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import DeltaConfig, MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
+from penstock.engine.models.recurrence_config import DeltaConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 

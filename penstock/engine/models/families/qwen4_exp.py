@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.models.attention_config import BlockIndexConfig
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
@@ -20,7 +21,7 @@ from penstock.engine.models.families.family import (
 )
 from penstock.engine.models.families.qwen3_5 import NAMES
 from penstock.engine.models.families.qwen3_next import ATTENTION, HYBRID_READS, hybrid_fields, shared_moe
-from penstock.engine.models.model_config import BlockIndexConfig, NgramConfig, StreamsConfig
+from penstock.engine.models.model_config import NgramConfig, StreamsConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import GGUFKeys, HFConfig, flag, integer, layer_count, number
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.moe_config import MoeConfig
 from penstock.errors import CheckpointError
 
 _LEFT_OUT, _SIGMOID = 0, 2

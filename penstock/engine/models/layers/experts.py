@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from penstock.engine.backends.interface import ActivationOps, Ops
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.model_config import SMALL_TOTAL, GroupScore, LayerTable, Scoring
+from penstock.engine.models.moe_config import SMALL_TOTAL, GroupScore, LayerTable, Scoring
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.engine.models.model_config import QueryGrowth
+from penstock.engine.models.attention_config import QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 

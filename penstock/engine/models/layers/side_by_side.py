@@ -14,7 +14,7 @@ from penstock.engine.kv.kinds import BothKinds
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.layers.mamba import Mamba2
-from penstock.engine.models.model_config import BesideAttention
+from penstock.engine.models.recurrence_config import BesideAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.engine.models.model_config import DIGITS
+from penstock.engine.models.stage_config import DIGITS
 from penstock.engine.models.token_digits import digits_of, ids_of
 from penstock.engine.models.transformers.attention import CALLS, PAGED
 from penstock.engine.models.transformers.interface import register, use

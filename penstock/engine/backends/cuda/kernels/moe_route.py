@@ -22,7 +22,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.models.model_config import SMALL_TOTAL
+from penstock.engine.models.moe_config import SMALL_TOTAL
 
 _LEFT_OUT = tl.constexpr(-3.0e38)
 """Score of an expert in a group that was not chosen: taken when nothing else is left."""
