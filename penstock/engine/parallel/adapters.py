@@ -45,16 +45,16 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, stage_span
-from penstock.engine.parallel.shards import (
+from penstock.engine.parallel.cuts import vocabulary_span
+from penstock.engine.parallel.layer_cuts import (
     WHOLE,
     channel_delta_cuts,
     delta_cuts,
     mamba_projection,
     mamba_spans,
     short_conv_cuts,
-    vocabulary_span,
 )
+from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, stage_span
 from penstock.errors import CheckpointError, PenstockError, ReplicaLost
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from penstock.engine.kv.kinds import (
 )
 from penstock.engine.models.attention_config import IndexConfig
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.layer_cuts import delta_cuts, mamba_spans
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
-from penstock.engine.parallel.shards import delta_cuts, mamba_spans
 
 
 @dataclass(frozen=True, slots=True)

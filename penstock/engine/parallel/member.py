@@ -33,13 +33,14 @@ from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
+from penstock.engine.parallel.cuts import head_rows
 from penstock.engine.parallel.dispatch import ExchangedExperts
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.kept_sums import KeptSums
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summed, summing
 from penstock.engine.parallel.rendezvous import Rendezvous
-from penstock.engine.parallel.shards import head_rows, shard
+from penstock.engine.parallel.shards import shard
 from penstock.errors import PenstockError, ReplicaLost
 
 GONE = (RuntimeError, ConnectionError, TimeoutError)

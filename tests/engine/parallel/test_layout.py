@@ -16,8 +16,10 @@ from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.groups import IntGroups
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.cuts import HEAD, head_rows
+from penstock.engine.parallel.layer_cuts import Cut
 from penstock.engine.parallel.layout import Place, check_layout, head_span, kv_head_span, layer_span, local_config
-from penstock.engine.parallel.shards import HEAD, Cut, ShardedGGUF, _cut_groups, head_rows, shard
+from penstock.engine.parallel.shards import ShardedGGUF, _cut_groups, shard
 from penstock.errors import ConfigError
 from tests.engine.tiny import write_checkpoint
 
