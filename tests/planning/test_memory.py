@@ -199,7 +199,9 @@ def test_shares_are_the_engines() -> None:
         assert memory.SHARE_OF_REST[kind] == engine.share_of_rest
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp"])
+@pytest.mark.parametrize(
+    "family", ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "hy-v4", "deepseek-v4", "laguna"]
+)
 def test_rows_of_captured_steps_are_those_of_the_engine(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     decoder = make_engine(folder).runner.decoder
