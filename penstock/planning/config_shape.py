@@ -27,7 +27,7 @@ from penstock.planning.compression import Compression
 from penstock.planning.gated_streams import GatedStreams
 from penstock.planning.quantized_form import stored_form
 from penstock.planning.shape import LayerHeads, ModelShape, Moe
-from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv
+from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv, SparseBlocks
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -72,6 +72,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         if index is not None:
             mla = replace(mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers)
         mla = replace(mla, gated_queries=latent.gated_queries, gate_rank=latent.gate_rank)
+    sparse = model.sparse_blocks
     return ModelShape(
         name=name,
         family=model.family,
@@ -105,6 +106,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         value_dim=model.value_dim,
         moe=moe,
         mla=mla,
+        sparse_blocks=None if sparse is None else SparseBlocks(sparse.layers, sparse.heads, sparse.dim),
         gated_attention=model.gated_attention or model.output_gate,
         output_gate=model.output_gate,
         gates_by_head=model.gates_by_head,

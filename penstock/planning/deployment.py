@@ -280,6 +280,9 @@ def splits(shape: ModelShape, tensor: int) -> bool:
         widths.append(shape.short_conv.channels)
     if shape.compression is not None:
         widths.append(shape.compression.output_groups)
+    if shape.sparse_blocks is not None:
+        choosing = shape.sparse_blocks.heads
+        kv_fits = kv_fits and (choosing % tensor == 0 or tensor % choosing == 0)
     even = (shape.heads, *shape.query_heads, *widths)
     return kv_fits and all(width % tensor == 0 for width in even)
 

@@ -231,8 +231,7 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
         return shape.compression.block_bytes(first, last, *sizes)
     # With latent attention every shard has the whole latent.
     elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
-    index = 0 if shape.mla is None else shape.mla.index_keys(first, last)
-    keys = round(index * deployment.block_size * deployment.weights.dense_bytes)
+    keys = round(shape.index_keys(first, last) * deployment.block_size * deployment.weights.dense_bytes)
     if shape.gated_streams is not None:
         attending, dense = shape.attended_in(first, last), deployment.weights.dense_bytes
         keys += shape.gated_streams.block_bytes(attending, deployment.block_size, dense)
@@ -377,8 +376,12 @@ def _adapted_attention(deployment: Deployment, layer: int) -> tuple[int, int]:
         indexed, routed = bool(mla.indexed) and mla.indexed[layer], shape.moe is not None and shape.moe.layers[layer]
         return mla.adapted(hidden, heads, shape.output_gate, indexed, routed)
     queries, keys = heads * shape.head_dim, deployment.kv_heads_per_device * shape.head_dim
-    gates = shape.gates_of(heads, shape.head_dim)
-    return (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
+    gates, sparse = shape.gates_of(heads, shape.head_dim), shape.sparse_blocks
+    inputs, outputs = (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
+    if sparse is not None and sparse.layers[layer]:
+        more, made = sparse.adapted(hidden, deployment.tensor_parallel)
+        inputs, outputs = inputs + more, outputs + made
+    return inputs, outputs
 
 
 def _altered_rest(deployment: Deployment, layer: int) -> int:

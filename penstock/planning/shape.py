@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from penstock.planning.compression import Compression
 from penstock.planning.gated_streams import GatedStreams
 from penstock.planning.numbers import WeightFormat
-from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv
+from penstock.planning.token_mixers import Delta, Mamba, Mla, ShortConv, SparseBlocks
 
 _BLOCK = 16
 """Tokens of a block, as engines have it that say nothing else."""
@@ -170,6 +170,7 @@ class ModelShape:
     """Whether there is then one for each head."""
     moe: Moe | None = None
     mla: Mla | None = None
+    sparse_blocks: SparseBlocks | None = None
     delta: Delta | None = None
     mamba: Mamba | None = None
     short_conv: ShortConv | None = None
@@ -211,6 +212,7 @@ class ModelShape:
     def _kind(self, index: int) -> LayerKind:
         moe, mla, compression, recurrent = self.moe, self.mla, self.compression, self.recurrent
         indexed = mla is not None and bool(mla.indexed) and mla.indexed[index]
+        indexed = indexed or (self.sparse_blocks is not None and self.sparse_blocks.layers[index])
         return LayerKind(
             routed=moe is not None and moe.layers[index],
             recurrent=recurrent is not None and recurrent.layers[index],
@@ -296,6 +298,9 @@ class ModelShape:
             if mixer is not None:
                 query_output += mixer.matrices(hidden)
                 small += mixer.others(hidden)
+            if kind.indexed and self.sparse_blocks is not None:
+                by_heads, whole, norms = self.sparse_blocks.parameters(hidden)
+                query_output, latent, small = query_output + by_heads, latent + whole, small + norms
         return query_output, key_value, latent, small
 
     def _beside_experts(self, moe: Moe, hashed: bool) -> int:
@@ -444,11 +449,15 @@ class ModelShape:
             return told
         return told + self.recurrent_in(first, last) * self.recurrent.state_bytes(element)
 
+    def index_keys(self, first: int, last: int) -> int:
+        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
+        return sum(one.index_keys(first, last) for one in (self.mla, self.sparse_blocks) if one is not None)
+
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each, and of 2 for indexers."""
         if self.compression is not None:
             return round(self.compression.block_bytes(0, self.layers, _BLOCK, kv_bytes, 2.0) / _BLOCK)
-        index = 0 if self.mla is None else 2 * self.mla.index_keys(0, self.layers)
+        index = 2 * self.index_keys(0, self.layers)
         if self.gated_streams is not None:
             attending = self.attended_in(0, self.layers)
             index += round(self.gated_streams.block_bytes(attending, _BLOCK, 2.0) / _BLOCK)

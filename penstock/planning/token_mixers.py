@@ -74,6 +74,28 @@ class Mla:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseBlocks:
+    """Indexers that choose blocks of the context for every KV head, beside attention."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one: it keeps a key of each token."""
+    heads: int
+    dim: int
+
+    def parameters(self, hidden: int) -> tuple[int, int, int]:
+        """Of a layer: what is divided by heads, what every shard has, and norms."""
+        return hidden * self.heads * self.dim, hidden * self.dim, 2 * self.dim
+
+    def adapted(self, hidden: int, shards: int) -> tuple[int, int]:
+        """Inputs and outputs of its linears on one of so many shards."""
+        return 2 * hidden, (max(1, self.heads // shards) + 1) * self.dim
+
+    def index_keys(self, first: int, last: int) -> int:
+        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
+        return self.dim * sum(self.layers[first:last])
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Gated delta nets in place of attention: nothing is kept per token, and a state per sequence."""
 

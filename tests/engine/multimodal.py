@@ -143,6 +143,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llava-diffllama": ("llava", _foreign("diffllama"), {"vision_config": _CLIP}),
     "hyperclovax_vision_v2": ("hyperclovax_vision_v2", _text("hyperclovax"), {"tie_word_embeddings": False}),
     "qwen4_exp": ("qwen4_exp", _text("qwen4-exp"), {}),
+    "step3p7": ("step3p7", _text("step3.5"), {"vision_config": {**VISION, "mlp_ratio": 1.0}}),
+    "minimax_m3_vl": ("minimax_m3_vl", _text("minimax-m3"), {}),
     "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""

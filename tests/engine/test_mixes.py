@@ -202,7 +202,18 @@ def test_any_mix_of_features_says_what_a_plain_engine_says(mix: Mix, files: File
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "family",
-    ["deepseek-v32", "kimi-linear", "axk2", "hy-v4", "gemma4-small", "deepseek-v4", "mimo-v2-flash", "laguna"],
+    [
+        "deepseek-v32",
+        "kimi-linear",
+        "axk2",
+        "hy-v4",
+        "gemma4-small",
+        "deepseek-v4",
+        "mimo-v2-flash",
+        "laguna",
+        "minimax-m3",
+        "step3.5",
+    ],
 )
 def test_mixes_of_families_with_parts_of_their_own(family: str, seed: int, files: Files, tmp_path: Path) -> None:
     """Without adapters, which some of them refuse."""

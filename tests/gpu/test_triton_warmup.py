@@ -22,7 +22,7 @@ from tests.engine.tiny import write_checkpoint  # noqa: E402
 LIMITS = StepLimits(4, 64, 256, 16)
 FAMILIES = (
     "gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe", "qwen4-exp", "hrm-text", "glm-dsa", "axk2",
-    "hy-v4", "hy-v4-some-dense", "mimo-v2-flash", "laguna",
+    "hy-v4", "hy-v4-some-dense", "mimo-v2-flash", "laguna", "minimax-m3", "step3.5",
 )  # fmt: skip
 STEPS: tuple[tuple[int, list[int]], ...] = ((1, []), (4, []), (0, [17]), (1, [17]), (1, [20] * 3))
 

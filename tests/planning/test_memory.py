@@ -42,7 +42,7 @@ from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
-from tests.planning.test_model_shape import INDEX, LAGUNA, of
+from tests.planning.test_model_shape import INDEX, LAGUNA, MINIMAX_M3, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -157,6 +157,8 @@ NEWEST = [
     of("hy_v4", **SPARSE, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
+    {**of("minimax_m3_vl_text"), **MINIMAX_M3},
+    of("step3p5", **STEP),
     of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
 ]
 
@@ -200,7 +202,8 @@ def test_shares_are_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "hy-v4", "deepseek-v4", "laguna"]
+    "family",
+    ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "minimax-m3", "hy-v4", "deepseek-v4", "laguna"],
 )
 def test_rows_of_captured_steps_are_those_of_the_engine(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)

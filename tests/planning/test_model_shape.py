@@ -45,7 +45,18 @@ LAGUNA = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
 }  # fmt: skip
+MINIMAX_M3 = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "dense_intermediate_size": 96,
+    "shared_intermediate_size": 40, "index_n_heads": 2, "index_head_dim": 20, "index_block_size": 16,
+    "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
 CORRECTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+STEP = {
+    **{key: value for key, value in CORRECTED.items() if key != "n_shared_experts"}, "share_expert_dim": 40,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "attention_other_setting": {"num_attention_heads": 6},
+}  # fmt: skip
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
@@ -71,7 +82,8 @@ KIMI_LINEAR = {
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
     "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
-    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", "laguna", *OVER_LATENTS,
+    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", "laguna",
+    "minimax_m3_vl_text", *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
 
@@ -121,6 +133,10 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         ),
         of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
         of("laguna", **LAGUNA, gating="per-element", attention_bias=True, mlp_layer_types=["sparse"] * 3),
+        {**of("minimax_m3_vl_text"), **MINIMAX_M3},
+        {**of("minimax_m3_vl_text"), **MINIMAX_M3, "mlp_layer_types": ["sparse"] * 3, "index_n_heads": 1},
+        of("step3p5", **STEP),
+        of("step3p5", **STEP, attention_bias=True, mlp_bias=True, num_sliding_attention_heads=8),
         of("axk1", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
         of("minicpm3", **LATENT, q_lora_rank=24, mlp_bias=True),
         of("youtu", **LATENT, q_lora_rank=None, attention_bias=True),

@@ -145,7 +145,7 @@ def adapt(
             in_mixer = nested or hasattr(part, site.attribute)
             holder, found = (part, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
-            make = AdaptedLinear if site.attribute in summed else made
+            make = AdaptedLinear if site.attribute in summed or nested else made
             base: Any = reduce(getattr, site.attribute.split("."), cast(Any, holder))
             found[site.attribute] = make(base, kernel, placed)
         if isinstance(layer.mixer, LatentAttention) and LATENT_KEYS in others:

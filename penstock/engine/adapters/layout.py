@@ -36,6 +36,8 @@ DELTA_DECAYS, DELTA_OUTPUT_GATES = "decay_expand", "gate_expand"
 """Attributes of sites of delta nets: `adapters.delta_nets` knows where they are."""
 MIXER_GATE_IN, MIXER_GATE_OUT = "mixer_gate_in", "mixer_gate_out"
 EXPERTS_GATE_IN, EXPERTS_GATE_OUT = "experts_gate_in", "experts_gate_out"
+INDEXER = "indexer.linear"
+"""Attribute of what chooses blocks of the context by the keys of their tokens."""
 INPUT_GATES = (MIXER_GATE_IN, MIXER_GATE_OUT, EXPERTS_GATE_IN, EXPERTS_GATE_OUT)
 """Attributes of sites of gates behind norms: `adapters.input_gates` knows where they are."""
 LAYER = r"((?:.*\.)?)(?:layers|h|blocks)\.(\d+)\."

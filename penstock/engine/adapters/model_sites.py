@@ -21,6 +21,7 @@ from penstock.engine.adapters.layout import (
     EXPERTS_GATE_IN,
     EXPERTS_GATE_OUT,
     HEAD,
+    INDEXER,
     LATENT_IN,
     LATENT_KEYS,
     LATENT_OUT,
@@ -34,13 +35,15 @@ from penstock.engine.adapters.layout import (
     Site,
     Stack,
 )
-from penstock.engine.backends.activation import ClampedSwiglu, has_gate
+from penstock.engine.backends.activation import ClampedSilu, ClampedSwiglu, has_gate
 from penstock.engine.models import axk2, deepseek_v4
 from penstock.engine.models.families import family_of
 from penstock.engine.models.hrm_text import STACKS
 from penstock.engine.models.kimi_linear import DECAY_DOWN, DECAY_UP, GATE_DOWN, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as OUT_OF_CHANNELS
-from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS, INDEXER
+from penstock.engine.models.latent import INDEX_KEYS, INDEX_QUERIES, INDEX_WEIGHTS
+from penstock.engine.models.latent import INDEXER as LATENT_INDEXER
+from penstock.engine.models.llama import SPARSE_INDEXER
 from penstock.engine.models.model_config import CompressionConfig, DeltaConfig, LatentConfig, ModelConfig
 
 _DELTA = "linear_attn."
@@ -120,6 +123,10 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         gates = config.gates_in(0)
         gate = Site("output_gate", (names.attention + names.output_gate,), (gates,), hidden, of_attention=True)
         return *attention, gate
+    if (sparse := config.sparse_blocks) is not None:
+        at = f"{names.attention}{SPARSE_INDEXER}"
+        modules, sizes = (f"{at}q_proj", f"{at}k_proj"), (sparse.heads * sparse.dim, sparse.dim)
+        return *attention, Site(INDEXER, modules, sizes, hidden, layers=sparse.layers, further=True)
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
     if (short := config.short_conv) is not None:
@@ -186,7 +193,7 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
 
 def _index_sites(config: ModelConfig, latent: LatentConfig) -> tuple[Site, ...]:
     """Of what chooses the tokens that are attended to; only their order says something, so few adapters touch it."""
-    index, at = latent.index, f"{family_of(config.family).names.attention}{INDEXER}"
+    index, at = latent.index, f"{family_of(config.family).names.attention}{LATENT_INDEXER}"
     if index is None or latent.query_rank is None:
         return ()
     of: dict[str, Any] = {"layers": index.layers, "further": True}
@@ -323,8 +330,13 @@ def _gated(config: ModelConfig, prefix: str, at: str, ffn: int, **more: Any) -> 
 
 
 def _gates(config: ModelConfig) -> bool:
-    """See `Site.gated`."""
-    return has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu)
+    """See `Site.gated`: of dense feed-forwards and of the expert that all tokens visit."""
+    return _unbounded(config) and not any(config.bounds)
+
+
+def _unbounded(config: ModelConfig) -> bool:
+    """Whether a gate has no bounds, behind which a factor of the inputs is another than before them."""
+    return has_gate(config.activation) and not isinstance(config.activation, ClampedSwiglu | ClampedSilu)
 
 
 def _parts(config: ModelConfig, gate_up: tuple[str, str]) -> tuple[str, ...]:
@@ -359,7 +371,7 @@ def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
                 ("down_proj", stored[1], False),
             )
         )
-        one, gated = f"{names.moe}experts.{ANY}.", _gates(config) and not moe.clamp
+        one, gated = f"{names.moe}experts.{ANY}.", _unbounded(config) and not moe.clamp and not any(moe.bounds)
         gate_up = tuple(one + part for part in _parts(config, names.expert_gate_up))
         sites += (
             Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size,) * len(gate_up), outer, stack=up, gated=gated, **at),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.layout import DELTA_MIX, AdapterCut, rows_of
+from penstock.engine.adapters.layout import DELTA_MIX, INDEXER, AdapterCut, rows_of
 from penstock.engine.adapters.spec import WEIGHTS
 from penstock.engine.adapters.stored_keys import Storing, StoringOps, with_storing_ops
 from penstock.engine.adapters.tiles import grouped
@@ -46,8 +46,14 @@ def read_prefix(stored: Tensor, cut: AdapterCut, dtype: torch.dtype) -> StoredPr
     """This process's part of what a file has."""
     layout = cut.whole
     index = _site(cut)
-    if sum(site.attribute == _QKV for site in layout.sites) > 1:
-        raise CheckpointError("prefix tuning needs a model whose layers all have heads of one number and size")
+    kept = {(site.sizes[1:], cut.outputs[at][1:]) for at, site in enumerate(layout.sites) if site.attribute == _QKV}
+    if len(kept) > 1 or any(len(set(sizes)) != 1 or len(sizes) != 2 for sizes, _ in kept):
+        raise CheckpointError("prefix tuning needs a model whose layers all have KV heads of one number and size")
+    if any(site.attribute == INDEXER for site in layout.sites):
+        raise CheckpointError(
+            "prefix tuning is not available for models whose layers choose blocks by keys of their tokens, which keys "
+            "and values of a prefix do not have: train prompt tuning or a LoRA"
+        )
     if index is None or any(site.of_recurrent or site.attribute == DELTA_MIX for site in layout.sites):
         raise CheckpointError(
             "prefix tuning needs a model whose layers all have attention over keys and values; PEFT cannot run it on "

@@ -40,11 +40,18 @@ class ClampedSilu:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class BoundedSilu:
+    """The gate of Step 3.5: silu(gate) * up, where silu(gate) is at most `limit` and `up` within +-`limit`."""
+
+    limit: float
+
+
 Ungated = Literal["relu2", "plain_gelu", "plain_gelu_tanh"] | Xielu
 """Of feed-forwards without a gate: the square of a ReLU, gelu, gelu in its tanh form."""
 Pointwise = Ungated | Clip
 """What is done to every number by itself."""
-Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu | ClampedSilu | Ungated
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu | ClampedSilu | BoundedSilu | Ungated
 """Of the gate (gelu in its tanh form), or of feed-forwards that have none."""
 
 

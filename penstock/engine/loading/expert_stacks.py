@@ -1,7 +1,8 @@
 """Checkpoints that store a layer's experts as two stacks of ordinary matrices, under the names of ordinary experts.
 
 The stacks are [experts, 2 * ffn, hidden], gate above up, and [experts, hidden, ffn]; `TensorNames.expert_stacks` has
-their names. Where experts have no gate, the first is [experts, ffn, hidden]. A part of a stack is a view of the file.
+their names. Where experts have no gate, the first is [experts, ffn, hidden]. Gate and up may also be a stack each,
+under the name of an expert's matrix without its number. A part of a stack is a view of the file.
 
 Stacks in FP8 have their scales beside them (`_scale`, `_scale_inv`), which are taken apart like the matrices: a number
 for each expert, or for the rows or tiles of each.
@@ -20,6 +21,9 @@ from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.wrappers import decoder_keys
 from penstock.errors import CheckpointError
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys that say how many experts there are."""
+
 
 class ExpertStacks:
     """See the top of the file. Other tensors are those of the inner checkpoint."""
@@ -36,13 +40,16 @@ class ExpertStacks:
         gate_up, down = names.expert_stacks
         for name in stacks_among(self._stored, names):
             module = name.removesuffix(".weight")
-            stack = gate_up if module.endswith(gate_up) else down
+            own = next((part for part in _alone(names) if module.endswith(f".{part}")), "")
+            stack = own or (gate_up if module.endswith(gate_up) else down)
             at = f"{module.removesuffix(stack)}{names.moe}experts."
             scales = {suffix: f"{name}{suffix}" for suffix in SCALES if f"{name}{suffix}" in self._stored}
             self._scales |= dict.fromkeys(scales.values(), name)
             self._stored -= {name, *scales.values()}
             gate, up = names.expert_gate_up
-            halves = {names.expert_down: None} if stack == down else {gate: 0, up: 1} if gate else {up: None}
+            halves: dict[str, int | None] = {gate: 0, up: 1} if gate else {up: None}
+            if stack in (own, down):
+                halves = {names.expert_down if stack == down else own.rpartition(".")[2]: None}
             for suffix, whole in {"": name, **scales}.items():
                 for expert in range(experts):
                     for part, half in halves.items():
@@ -95,16 +102,19 @@ def _in_halves(scales: int, rows: int, tile: Tile | None) -> bool:
 
 def stacks_among(stored: Collection[str], names: TensorNames) -> list[str]:
     """The stacks of a checkpoint; some families call them weights, some do not."""
-    ends = tuple(f".{name}" for name in names.expert_stacks or ())
+    ends = tuple(f".{name}" for name in (*names.expert_stacks, *_alone(names))) if names.expert_stacks else ()
     return [name for name in stored if name.removesuffix(".weight").endswith(ends)]
+
+
+def _alone(names: TensorNames) -> list[str]:
+    """What stacks of gate matrices alone, and of up matrices alone, are called."""
+    return [f"{names.moe}experts.{part}" for part in names.expert_gate_up if part]
 
 
 def with_stacks(checkpoint: Any, names: TensorNames) -> Any:
     """`checkpoint` under the names of single experts, where it has stacks."""
     config = decoder_keys(checkpoint.config)
-    experts = next(
-        (config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), 0
-    )
+    experts = next((config[key] for key in _EXPERTS if key in config), 0)
     if names.expert_stacks is None or not isinstance(experts, int) or not stacks_among(checkpoint.names(), names):
         return checkpoint
     return ExpertStacks(checkpoint, names, experts)

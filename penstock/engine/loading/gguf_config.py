@@ -58,9 +58,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it does not hold a language model")
     hidden, layers = required("embedding_length"), required("block_count")
-    heads = required("attention.head_count") if family.gguf.attention else 1
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
+    several = key.each("attention.head_count", layers) if family.gguf.query_heads else (0,)
+    heads = 1
+    if family.gguf.attention:
+        heads = max(several) if min(several) else required("attention.head_count")
     by_layer = family.gguf.mamba or family.gguf.short_conv or family.gguf.layer_sizes
     kv_heads, width = (
         max(key.each(name, layers)) or otherwise if by_layer else key.whole(name, otherwise)
@@ -82,6 +85,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         or (required("feed_forward_length") if family.gguf.attention else 1),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
+        "num_attention_heads_per_layer": list(several) if family.gguf.query_heads else None,
+        "gates": [_rows(file, f"blk.{layer}.attn_gate.weight") for layer in range(layers)],
         "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
         "rms_norm_eps": key.number(family.gguf.epsilon, 0.0) or key.number(family.gguf.other_epsilon, 0.0),
@@ -163,7 +168,7 @@ def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any], format: GGUF
     for name in (*alike, *windowed):
         require_same(where, key, name, head_dim)
     require_same(where, key, "embedding_length_out", config["hidden_size"])
-    if not format.window_heads:
+    if not format.window_heads and not format.window_rotated:
         require_same(where, key, "rope.dimension_count_swa", rotated)
     if not format.window_rope:
         require_same(where, key, "rope.freq_base_swa", theta)

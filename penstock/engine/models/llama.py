@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.activation import has_gate
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, ClampedSilu, Clip, HeadLayout, Xielu
+from penstock.engine.backends.interface import (
+    Activation,
+    ActivationOps,
+    AttentionBatch,
+    BoundedSilu,
+    ClampedSilu,
+    Clip,
+    HeadLayout,
+    SparseBlockLayout,
+    Xielu,
+)
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.boundary import Boundary, boundaries_of
@@ -35,11 +45,14 @@ from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, Sc
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.models.layers.narrow_values import NarrowValueAttention
 from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.layers.sparse_block_attention import SparseBlockAttention, TokenIndexer
 from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.model_config import MoeConfig, SparseBlockConfig
 from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
 
+SPARSE_INDEXER = "indexer."
+"""Of attention, where it chooses blocks by the keys of their tokens."""
 HASHED = "gate.tid2eid"
 """Of a block of experts, where token ids say which are visited."""
 
@@ -56,6 +69,10 @@ class LlamaDecoder(Decoder):
         if self.chains and self.fused_up_to:
             # Made of these layers, whichever a copy of the decoder has.
             object.__setattr__(self, "boundaries", boundaries_of(self.layers, self.ops, self.config.rms_eps))
+
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.config.sparse_blocks is not None  # how a step is cut depends on its sequences
 
     @property
     def chained(self) -> bool:
@@ -146,6 +163,8 @@ def compose_attention(context: LayerContext) -> Attention:
             prefix, {names.output_gate: config.gates_in(context.index)}, hidden
         )
         make = partial(OutputGatedAttention, output_gate=gate, softplus=config.softplus_gates)
+    elif config.sparse_blocks is not None and config.sparse_blocks.layers[context.index]:
+        make = partial(SparseBlockAttention, indexer=_compose_indexer(context, config.sparse_blocks))
     elif given is not None:
         make = partial(GivenAttention, step=StepKeys(given))
     elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
@@ -187,6 +206,18 @@ def compose_attention(context: LayerContext) -> Attention:
     )
 
 
+def _compose_indexer(context: LayerContext, index: SparseBlockConfig) -> TokenIndexer:
+    read, config = context.read, context.config
+    at = f"{context.prefix}{context.names.attention}{SPARSE_INDEXER}"
+    return TokenIndexer(
+        linear=read.linear(at, {"q_proj": index.heads * index.dim, "k_proj": index.dim}, config.hidden_size),
+        query_norm=read.norm(f"{at}q_norm", index.dim),
+        key_norm=read.norm(f"{at}k_norm", index.dim),
+        layout=SparseBlockLayout(index.heads, index.dim, index.rate, index.most, index.local, config.rms_eps),
+        dtype=read.dtype,
+    )
+
+
 def _head_norm(read: WeightReader, name: str, dim: int) -> tuple[Tensor, Tensor]:
     gains, biases = (read.get(f"{name}.{part}", dim, dtype=torch.float32) for part in ("weight", "bias"))
     return gains, biases
@@ -219,7 +250,9 @@ def compose_feed_forward(context: LayerContext, tokens: StepTokens | None = None
 def compose_mlp(context: LayerContext, at: str, ffn: int, ops: ActivationOps) -> GatedMlp:
     """One that every token visits; `at`: what its names begin with."""
     names, bias = context.names, context.config.mlp_bias
-    return _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+    made = _gated(context, context.read, context.prefix + at, (*names.gate_up, names.down), ffn, bias, ops)
+    bound = context.config.bound_in(context.index)
+    return replace(made, activation=BoundedSilu(bound)) if bound else made
 
 
 def _gated(
@@ -279,7 +312,9 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
 
-    bound = ClampedSilu(moe.clamp) if moe.clamp else None
+    bound: Activation | None = ClampedSilu(moe.clamp) if moe.clamp else None
+    if moe.bounds and moe.bounds[context.index]:
+        bound = BoundedSilu(moe.bounds[context.index])
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:

@@ -56,6 +56,9 @@ class MoeConfig:
     """What experts of other groups score when experts are chosen."""
     clamp: float = 0.0
     """How far the gates and inputs of experts reach (`ClampedSilu`), where that is so of these alone; 0: no bound."""
+    bounds: tuple[float, ...] = ()
+    """Of each layer: how far activated gates and inputs of experts reach (`BoundedSilu`), 0 where there is no bound;
+    empty: nowhere. See `ModelConfig.bounds`."""
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
     total_eps: float = SMALL_TOTAL
@@ -179,6 +182,19 @@ class BlockIndexConfig:
     dim: int
     rate: int
     most: int
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBlockConfig:
+    """Attention to blocks of the context that an indexer chooses for every KV head (MSA): see `SparseBlockLayout`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have an indexer; the others see everything."""
+    heads: int
+    dim: int
+    rate: int
+    most: int
+    local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +425,9 @@ class ModelConfig:
     otherwise. All are a multiple of the layer's KV heads."""
     query_kinds: tuple[int, ...] = ()
     """The numbers among these in the whole model, each once, where this is a part of it; empty: those here."""
+    mtp_like: int | None = None
+    """A layer with the heads, window and rotary embedding of the first one for multi-token prediction; None: it sees
+    everything, and its heads are those of all layers."""
     key_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to; empty: its own, everywhere."""
     keys_as_values: bool = False
@@ -461,6 +480,8 @@ class ModelConfig:
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
+    bounds: tuple[float, ...] = ()
+    """The same as of experts, of dense feed-forwards and of the expert that all tokens visit."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Factors of what a dense feed-forward's gate matrix gives, and of what the feed-forward gives."""
     moe: MoeConfig | None = None
@@ -500,6 +521,7 @@ class ModelConfig:
     compression: CompressionConfig | None = None
     streams: StreamsConfig | None = None
     block_index: BlockIndexConfig | None = None
+    sparse_blocks: SparseBlockConfig | None = None
     ngrams: NgramConfig | None = None
     cycles: CyclesConfig | None = None
     """Where layers run several times: the model has as many layers as there are runs."""
@@ -545,6 +567,10 @@ class ModelConfig:
     def attended_in(self, layer: int) -> int:
         """Numbers that a layer's heads give."""
         return self.queries_in(layer) * (self.value_dim or self.heads_in(layer)[1])
+
+    def bound_in(self, layer: int) -> float:
+        """See `bounds`."""
+        return self.bounds[layer] if self.bounds else 0.0
 
     def has_sinks(self, layer: int) -> bool:
         return self.attention_sinks and not (self.window_sinks and self.windows[layer] is None)
@@ -622,4 +648,5 @@ class ModelConfig:
         outside = (
             self.cycles is not None or self.parallel or self.layer_norms or self.output_gate or self.streams is not None
         )
+        indexed = indexed or self.sparse_blocks is not None
         return not outside and not self.only and not self.sandwich_norms and not indexed

@@ -113,8 +113,10 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="ernie4_5_vl_moe", decoder="ernie4_5_vl_moe_text", fixed=True),
         Wrapper(model_type="paddleocr_vl", decoder="paddleocr_vl_text", fixed=True, flat=True, tied_by="either"),
         Wrapper(model_type="hunyuan_vl", decoder="hunyuan_vl_text", fixed=True, flat=True, tied_by="either"),
+        Wrapper(model_type="minimax_m3_vl", decoder="minimax_m3_vl_text", fixed=True, tied_by="either"),
         Wrapper(model_type="gemma4", decoder="gemma4_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
+        Wrapper(model_type="step3p7", decoder="step3p5", fixed=True),
         # Around one that runs through transformers
         Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(
@@ -167,7 +169,7 @@ SENSES = frozenset({
     "projector", "aligner", "resampler_model", "layerwise_projectors", "spatial_projectors",
     "visual_embeddings_table", "vqmodel", "generation_aligner", "generation_embeddings", "generation_head",
     "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj", "talker", "token2wav", "code2wav",
-    "mlp1", "mlp_AR", "vit",
+    "mlp1", "mlp_AR", "vit", "vit_large_projector",
 })  # fmt: skip
 """Modules that see, hear, draw or speak: nothing in them changes what is computed of text."""
 

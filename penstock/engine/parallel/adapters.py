@@ -27,6 +27,7 @@ from penstock.engine.adapters.layout import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
     HEAD,
+    INDEXER,
     INPUT_GATES,
     LATENT_IN,
     LATENT_KEYS,
@@ -150,7 +151,9 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
 
 def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[Rows, ...]] | None:
     """Columns and rows of a site that has others of its name for layers of another kind; None: it has not."""
-    hidden = (0, model.hidden_size)
+    hidden, sparse = (0, model.hidden_size), model.sparse_blocks
+    if sparse is not None and site.attribute == INDEXER:
+        return hidden, (_times(kv_head_span(model, place, sparse.heads), sparse.dim), (0, sparse.dim))
     if "." in site.attribute or site.attribute in INPUT_GATES:
         # What chooses tokens, makes entries of them or gates what layers read is everywhere.
         return (0, site.inputs), tuple((0, size) for size in site.sizes)

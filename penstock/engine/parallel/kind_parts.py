@@ -24,6 +24,7 @@ from penstock.engine.kv.kinds import (
 )
 from penstock.engine.models.layers import compressed_attention, ngrams
 from penstock.engine.models.layers.block_attention import with_index_keys
+from penstock.engine.models.layers.sparse_block_attention import with_token_keys
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
 from penstock.engine.parallel.part_runs import PartInRuns, Run, joined, with_rows
@@ -76,8 +77,11 @@ class KindParts(CacheParts):
             index_dim = shape.index_dim if shape.chosen[layer] else 0
             window, rate = shape.window, shape.rates[layer]
             return compressed_attention.kept_kind(window, model.head_dim, rate, index_dim, size, self.kv_dtype, made)
-        assert index is not None
         kind: CacheKind = PagedKV(model.num_kv_heads, model.head_dim, size, self.kv_dtype)
+        sparse = model.sparse_blocks
+        if sparse is not None:
+            return with_token_keys(kind, sparse.dim, size, made) if sparse.layers[layer] else kind
+        assert index is not None
         kind = self._state() if self._recurrent[layer] else with_index_keys(kind, index.dim, index.rate, size, made)
         if told is None or told.layers[layer] is None:
             return kind

@@ -115,6 +115,9 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         widths.append(model.short_conv.channels)
     if model.compression is not None:
         widths.append(model.compression.output_groups)
+    if model.sparse_blocks is not None:
+        choosing = model.sparse_blocks.heads
+        kv_fits = kv_fits and (choosing % tensor == 0 or tensor % choosing == 0)
     even = (model.num_heads, *model.query_heads, *widths)
     return kv_fits and all(width % tensor == 0 for width in even)
 
@@ -182,6 +185,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             shard=place.shard,
             shared_ffn_size=moe.shared_ffn_size // parts,
             hashed=moe.hashed[first:last],
+            bounds=moe.bounds[first:last],
         )
     delta = model.delta
     if delta is not None:
@@ -219,12 +223,17 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     ngrams = model.ngrams
     if ngrams is not None:
         ngrams = dataclasses.replace(ngrams, layers=ngrams.layers[first:last])
+    sparse = model.sparse_blocks
+    if sparse is not None:
+        begin, end = kv_head_span(model, place, sparse.heads)
+        sparse = dataclasses.replace(sparse, layers=sparse.layers[first:last], heads=end - begin)
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
         num_kv_heads=kv_last - kv_first,
         ffn_size=model.ffn_size // parts,
         layer_heads=tuple(layer_heads),
+        bounds=model.bounds[first:last],
         query_heads=tuple(heads // parts for heads in model.query_heads[first:last]),
         query_kinds=tuple(heads // parts for heads in dict.fromkeys(model.query_heads)),
         key_sources=_own_sources(model, first, last),
@@ -242,6 +251,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         short_conv=short,
         compression=compression,
         ngrams=ngrams,
+        sparse_blocks=sparse,
         only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

@@ -39,6 +39,7 @@ from penstock.engine.models.families.tensor_names import HEADS, TensorNames, pre
 from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
+from penstock.engine.models.llama import SPARSE_INDEXER
 from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 from penstock.engine.models.qwen4_exp import NGRAMS
 from penstock.engine.models.weights import Weights
@@ -91,6 +92,7 @@ class Cuts:
         q, kv = (self._attention[name].outputs or () for name in tensors.qkv[:2])
         self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
         self._model = model
+        self._choosing = f".{tensors.attention}{SPARSE_INDEXER}" if model.sparse_blocks is not None else ""
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
         if model.compression is not None:
@@ -198,6 +200,8 @@ class Cuts:
             latent, layer = self._model.latent, self._layer(name)
             own = self._model.gates_in(layer) // self._model.queries_in(layer)
             return self._by_heads(name, own if latent is None else latent.value)
+        if self._choosing and self._choosing in name:
+            return self._of_indexer(name)
         if f".{POOL}" in name or f".{NGRAMS}" in name:
             return WHOLE  # entries and what chooses them are the same for all heads; n-grams belong to the streams
         if name.endswith(self._mamba_norm):
@@ -215,6 +219,15 @@ class Cuts:
         if self._shared_prefix in name:
             feed_forward = self._shared
         return self._attention.get(module) or feed_forward.get(module) or WHOLE
+
+    def _of_indexer(self, name: str) -> Cut:
+        """Of what chooses blocks for the KV heads of a shard: its queries."""
+        index = self._model.sparse_blocks
+        assert index is not None
+        if self.place.data or not name.endswith("q_proj.weight"):
+            return WHOLE
+        first, last = kv_head_span(self._model, self.place, index.heads)
+        return Cut(outputs=((first * index.dim, last * index.dim),))
 
     def _by_heads(self, name: str, size: int) -> Cut:
         """Of something with `size` rows for each query head."""

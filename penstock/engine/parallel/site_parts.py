@@ -162,5 +162,6 @@ def cache_parts(part: Part, place: Place) -> CacheParts:
     sizes = part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows
     if sites:
         return SiteParts(*sizes, sites=sites)
-    several = part.model.compression is not None or part.model.block_index is not None
+    model = part.model
+    several = (model.compression, model.block_index, model.sparse_blocks) != (None, None, None)
     return KindParts(*sizes) if several else CacheParts(*sizes)

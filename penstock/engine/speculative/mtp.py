@@ -3,8 +3,8 @@
 Its input is a projection of the embedding of a token and the final hidden states before it, each normalized on its own;
 the layer is one of the model's family, and embedding and head are the model's. Two layouts:
 
-- DeepSeek V3 and GLM-4.5: `model.layers.N.*`, N being the number of layers, with `enorm`, `hnorm`, `eh_proj` and
-  `shared_head.norm`.
+- DeepSeek V3, GLM-4.5 and Step 3.5: `model.layers.N.*`, N being the number of layers, with `enorm`, `hnorm`, `eh_proj`
+  and `shared_head.norm`.
 - Qwen3-Next: `mtp.*`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `layers.0.*` and `norm`.
 
 What a draft token passes on are the hidden states behind the last norm, as it is with those of the model. Of several
@@ -58,7 +58,7 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
-    if not _reads_one_stream(model):
+    if not _is_composed(model):
         return False
     names, tensors = weights.names(), family_of(model.family).names
     layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)
@@ -68,10 +68,11 @@ def has_mtp(weights: Weights, model: ModelConfig) -> bool:
     return f"{layout.layer}{tensors.attention}{INDEXER}{INDEX_KEYS}.weight" in names
 
 
-def _reads_one_stream(model: ModelConfig) -> bool:
-    """Whether the layer is like those that are composed here: it reads no several streams, and no gate is behind its
-    norms."""
-    return model.streams is None and (model.latent is None or not model.latent.gate_rank)
+def _is_composed(model: ModelConfig) -> bool:
+    """Whether the layer is like those that are composed here: it reads no several streams, no gate is behind its norms,
+    and its heads are known."""
+    known = not model.heads_differ or model.mtp_like is not None
+    return model.streams is None and known and (model.latent is None or not model.latent.gate_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ def load_mtp(
     layout = find_mtp(read.names, prefix_of(read.names, family_of(target.family).names), target.num_layers)
     if layout is None:
         raise CheckpointError(f"the checkpoint of this {target.family} model has no MTP layer")
-    if not _reads_one_stream(target):
+    if not _is_composed(target):
         raise CheckpointError(
             f"speculation: mtp is not available for {target.family} models; use ngram, or a draft model"
         )
@@ -166,19 +167,26 @@ def load_mtp(
 
 
 def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -> ModelConfig:
-    """The target with the MTP layer in place of its own: full attention with rotary embedding, and experts if the
-    layer has a router."""
+    """The target with the MTP layer in place of its own: attention like that of `mtp_like`, or full attention with
+    rotary embedding; experts if the layer has a router, and no bounds."""
     latent = target.latent
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, layers=(True,)))
     moe, tensors = target.moe, family_of(target.family).names
     if moe is not None:
         routed = f"{layout.layer}{tensors.moe}{tensors.router}.weight" in names
-        moe = replace(moe, layers=(True,), placement=()) if routed else None
+        moe = replace(moe, layers=(True,), placement=(), bounds=()) if routed else None
+    like = target.mtp_like
     return replace(
         target,
         num_layers=1,
-        windows=(None,),
+        windows=(None,) if like is None else (target.windows[like],),
+        num_heads=target.num_heads if like is None else target.queries_in(like),
+        num_kv_heads=target.num_kv_heads if like is None else target.heads_in(like)[0],
+        head_dim=target.head_dim if like is None else target.heads_in(like)[1],
+        query_heads=(),
+        layer_heads=(),
+        bounds=(),
         unrotated=(),
         layer_ropes=(),
         moe=moe,

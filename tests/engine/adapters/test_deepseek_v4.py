@@ -23,6 +23,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("LoraConfig", {**LORA, "target_modules": ["q_b_proj"], "target_parameters": EXPERTS}),
     "dora": ("LoraConfig", {**LORA, "target_modules": [*ATTENTION, "gate_proj", "weights_proj"], "use_dora": True}),
     "ia3": ("IA3Config", {"target_modules": ATTENTION, "feedforward_modules": [], "init_ia3_weights": False}),
+    "ia3, bounded": (
+        "IA3Config",
+        {"target_modules": ["down_proj"], "feedforward_modules": ["down_proj"], "init_ia3_weights": False},
+    ),
     "oft": ("OFTConfig", {"target_modules": [*ATTENTION, "gate_proj"], "oft_block_size": 4, "init_weights": False}),
 }  # fmt: skip
 QUICK = ("lora", "dora")

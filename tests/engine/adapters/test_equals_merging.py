@@ -60,6 +60,8 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         pytest.param("gemma4", {"rank": 4, "targets": (*QKV, "o_proj"), "size": 0.6}, marks=pytest.mark.slow),
         ("laguna", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.6}),
         pytest.param("laguna-elements", {"rank": 4, "targets": ("q_proj", "g_proj", "o_proj")}, marks=pytest.mark.slow),
+        ("minimax-m3", {"rank": 4, "targets": (*QKV, "o_proj", "gate_up_proj", "down_proj"), "size": 0.3}),
+        ("step3.5", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
         ("mimo-v2-flash", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
         pytest.param(
             "gemma4-experts",
@@ -85,7 +87,8 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize(
-    "family", ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash", "laguna"]
+    "family",
+    ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash", "laguna", "minimax-m3", "step3.5"],
 )
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
@@ -98,6 +101,8 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         "gemma4-small": (*QKV, "o_proj", "gate_proj", "down_proj"),
         "mimo-v2-flash": (*QKV, "o_proj"),
         "laguna": (*QKV, "g_proj", "o_proj", "down_proj"),
+        "minimax-m3": (*QKV, "o_proj", "gate_up_proj"),
+        "step3.5": (*QKV, "g_proj", "o_proj", "up_proj"),
     }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
     specs = (AdapterSpec("tuned", str(adapter)),)

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron-h-experts", {"targets": ("up_proj", "down_proj", "gate", "in_proj")}),
     "nemotron, one by one": ("nemotron-h-experts", {"targets": UP_DOWN, "split": True, "experts_at": "mixer."}),
     "nemotron, narrow": ("nemotron-h-narrow-experts", {"targets": (*UP_DOWN, "fc1_latent_proj", "fc2_latent_proj")}),
+    "step 3.5": ("step3.5", {"targets": (*STACKS, "gate", "gate_proj", "down_proj", "g_proj")}),
     "qwen3.5, experts": ("qwen3.5-moe", {"targets": (*DELTA, "gate")}),
 }
 QUICK = ("mixtral, one by one", "qwen3, stacked", "gpt-oss", "deepseek", "qwen3.5, dense")

@@ -25,19 +25,21 @@ from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-FAMILIES = ("axk2", "hy-v4", "hrm-text")
-GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1)}
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5")
+GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3)}
 EVERY: dict[str, list[str]] = {
     "axk2": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
              "fc1", "fc2", "gate_proj", "up_proj", "down_proj"],
     "hy-v4": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
               "gate_proj", "up_proj", "down_proj"],
     "hrm-text": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "step3.5": ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
 """Of each, all that PEFT calls a linear."""
 NORMS = {
     "axk2": ["model.norm", "input_layernorm.norm", "0.post_attention_layernorm", "post_attention_layernorm.norm"],
     "hy-v4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
+    "step3.5": ["model.norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"],
 }
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
@@ -189,8 +191,9 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 def test_virtual_tokens(tmp_path: Path, family: str, kind: str) -> None:
     """Of prefix tuning each run of a layer has keys and values of its own."""
     peft = parts.library("peft")
-    # PEFT makes keys for as many heads as that says.
-    base = write_checkpoint(family, tmp_path / "base", num_key_value_heads=4)
+    # PEFT makes keys for as many heads as that says. (Those of Step 3.5's layers with a window are no multiple of it.)
+    heads = {} if family == "step3.5" else {"num_key_value_heads": 4}
+    base = write_checkpoint(family, tmp_path / "base", **heads)
     theirs = peft.get_peft_model(
         Reference(base).model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5)
     ).eval()

@@ -72,6 +72,7 @@ def test_answers_are_those_behind_the_prefix(
     [
         ("gemma2", {}, TIE),
         ("qwen3-qknorm", {}, TIE),
+        ("laguna", {}, TIE),
         ("llama-gqa", {"reference": True}, TIE),
         ("llama-gqa", {"kv_dtype": "int8"}, 0.3),
         ("llama-gqa", {"weights": "int8", "activations": "int16"}, 0.5),

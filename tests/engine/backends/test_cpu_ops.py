@@ -62,6 +62,11 @@ def test_norms_and_gate_match_the_reference(ops: CpuOps, dtype: torch.dtype) -> 
         wide = gate_up.float()
         close(ops.silu_mul(gate_up), reference.silu_mul(wide).to(dtype), dtype)
         close(ops.gelu_mul(gate_up), reference.gelu_mul(wide).to(dtype), dtype)
+        close(ops.bounded_silu(gate_up, 1.5), reference.bounded_silu(wide, 1.5).to(dtype), dtype)
+        gate = torch.randn(rows, width)
+        for heads in (1, width // 2, width):  # gates of whole heads, and of each number
+            expected = reference.sigmoid_mul(wide[:, :width], gate[:, :heads]).to(dtype)
+            close(ops.sigmoid_mul(gate_up[:, :width].contiguous(), gate[:, :heads].to(dtype)), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

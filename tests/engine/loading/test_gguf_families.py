@@ -79,10 +79,13 @@ ARCHITECTURES = {
     "hy-v3": "hy_v3",
     "cohere2-moe": "cohere2moe",
     "mellum": "mellum",
+    "laguna": "laguna",
+    "laguna-elements": "laguna",
     "granite-swa": "granite_swa",
     "granite-moe-swa-shared": "granite_swa",
 }
 SLOW = {
+    "laguna-elements",
     "apertus",
     "cohere2-moe",
     "mellum",
@@ -131,6 +134,8 @@ EXPLICIT: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "cohere2-moe": {},
     "mellum": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": True},
+    "laguna": {"moe_router_logit_softcapping": 0.0},
+    "laguna-elements": {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
     "granite-swa": {"layer_rope_theta": [0, 10000.0, 10000.0]},
     "granite-moe-swa-shared": {},
 }
@@ -222,6 +227,7 @@ OTHER_NAMES = {
         "self_attn.gate_proj": "attn_gate",
     },
     "cohere2moe": SHARED,
+    "laguna": {"self_attn.g_proj": "attn_gate"},
     "hy_v3": {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "granite_swa": {"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"},
     "lfm2": LFM2_NAMES,
@@ -276,15 +282,15 @@ def convert(
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         assert match is not None
         layer, part = match[1], match[2]
+        if suffix in ("e_score_correction_bias", "expert_bias"):
+            tensors[f"blk.{layer}.exp_probs_b{'' if arch == 'hy_v3' else '.bias'}"] = tensor.reshape(-1)
+            continue
         if part in ("mlp.experts", "feed_forward.experts"):  # stacks; of gpt-oss with gate and up columns in turn
             kind = "bias" if suffix.endswith("_bias") else "weight"
             stack = tensor if kind == "bias" else tensor.swapaxes(1, 2)
             gate, up = (stack[:, ::2], stack[:, 1::2]) if arch == "gpt-oss" else np.split(stack, 2, axis=1)
             parts = {"down": stack} if suffix.startswith("down") else {"gate": gate, "up": up}
             tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
-            continue
-        if suffix in ("e_score_correction_bias", "expert_bias"):
-            tensors[f"blk.{layer}.exp_probs_b{'' if arch == 'hy_v3' else '.bias'}"] = tensor.reshape(-1)
             continue
         if part == "mlp.act_fn":
             numbers.setdefault(f"xielu.{suffix}", {})[int(layer)] = float(tensor.reshape(()))
@@ -390,7 +396,20 @@ def convert(
     if rope.get("rope_type") == "llama3":
         factors = llama3_factors(rope, rope["rope_theta"], config["head_dim"])
         tensors["rope_freqs.weight"] = np.array(factors, np.float32)
-    if arch in ("afmoe", "cohere2moe", "mellum", "granite_swa"):
+    if arch == "laguna":
+        ropes = config["rope_parameters"]
+        keys |= {
+            "attention.head_count": config["num_attention_heads_per_layer"],
+            "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": config["moe_routed_scaling_factor"],
+            "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+        }
+        for kind, key in (("full_attention", ""), ("sliding_attention", "_swa")):
+            share = ropes[kind].get("partial_rotary_factor", 1.0)
+            keys[f"rope.dimension_count{key}"] = int(config["head_dim"] * share)
+    if arch in ("afmoe", "cohere2moe", "mellum", "granite_swa", "laguna"):
         keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     if arch == "exaone-moe":
         keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]

@@ -89,6 +89,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "afmoe": {**ROUTED, "expert_shared_count": 1, "attention.sliding_window": 30},
     "hy_v3": ROUTED,
     "mellum": ROUTED,
+    "laguna": {**ROUTED, "attention.sliding_window": 30},
     "cohere2moe": {
         **ROUTED, "attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30,
     },
@@ -144,8 +145,11 @@ SAYING = {
     "deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1", "cohere2moe", "deepseek32", "glm-dsa", "mistral4",
 }  # fmt: skip
 """Architectures whose files say that the weights of experts are normalized, where they are."""
-PROPORTIONAL = {"rope_freqs.weight": np.array([1.0, 1e30, 1e30, 1e30], np.float32)}
-"""How much of a head is rotated, which no file of Gemma 4 leaves out."""
+WITH = {
+    "gemma4": {"rope_freqs.weight": np.array([1.0, 1e30, 1e30, 1e30], np.float32)},
+    "laguna": {f"blk.{layer}.attn_gate.weight": np.ones((4, 32), np.float32) for layer in range(2)},
+}
+"""What no file of these architectures leaves out: how much of a head is rotated, and the gates of heads."""
 
 
 class Described:
@@ -163,7 +167,7 @@ class Described:
 
 def config(arch: str, keys: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
     given = metadata(arch, **{**NEEDED.get(arch, {}), **keys})
-    needed = PROPORTIONAL if arch == "gemma4" else {}
+    needed = WITH.get(arch, {})
     return config_from_gguf(cast(GGUFFile, Described(given, weights() | needed | (tensors or {}))))
 
 

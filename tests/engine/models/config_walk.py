@@ -42,7 +42,7 @@ GEMMA4 = {"head_dim": 12, "global_head_dim": 16, "sliding_window": 20, "hidden_a
 GRANITE = {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
            "logits_scaling": 2.0}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
-CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+CSA, HCA, MSA = "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"
 HYBRID = {
     "hidden_act": "silu", "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
@@ -212,6 +212,10 @@ BASES: dict[str, dict[str, Any]] = {
                "rope_theta": ABSENT,
                "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5000.0},
                                    SLIDING: {"rope_type": "default", "rope_theta": 700.0}}},
+    "minimax_m3_vl_text": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16,
+                           "dense_intermediate_size": 48, "shared_intermediate_size": 24, "index_n_heads": 2,
+                           "index_head_dim": 12, "index_block_size": 7, "index_topk_blocks": 3,
+                           "layer_types": [FULL, MSA, MSA, FULL], "mlp_layer_types": ["dense", "sparse"] * 2},
     "laguna": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
                "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "sliding_window": 20,
                "moe_routed_scaling_factor": 1.3, "layer_types": [FULL, SLIDING] * 2,
@@ -222,6 +226,11 @@ BASES: dict[str, dict[str, Any]] = {
                       "layer_types": [FULL, SLIDING] * 2, "rope_theta": ABSENT,
                       "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 700.0,
                                                  "partial_rotary_factor": 0.5} for kind in (FULL, SLIDING)}},
+    "step3p5": {"hidden_act": "silu", "head_dim": 12, "sliding_window": 20, "layer_types": [FULL, SLIDING] * 2,
+                "num_sliding_attention_heads": 6, "n_routed_experts": 6, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16, "share_expert_dim": 24, "moe_layers_enum": "1,2,3", "pad_token_id": 0,
+                "moe_router_scaling_factor": 1.5, "swiglu_limits": [0.0, 0.3, None, 0.5],
+                "swiglu_limits_shared": [0.4, 0.0, 0.6, None], "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0]},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
@@ -231,7 +240,7 @@ LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
     ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["conv", "conv", FULL, "conv"],
     [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
-    [SLIDING, CSA, HCA, CSA], [SLIDING, HCA] * 2,
+    [SLIDING, CSA, HCA, CSA], [SLIDING, HCA] * 2, [MSA] * 4, [MSA, FULL] * 2,
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
@@ -274,6 +283,12 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     # A bound that does not bind: the reference's one-token step has none, its pass over whole sequences does.
     "time_step_min": (0.0, 1e-4, None, "x"),
     "mamba_dt_min": (0.0, 1e-4, None, "x"),
+    "index_block_size": (1, 5, 16, 0, None, 7.0),
+    "index_topk_blocks": (1, 2, 50, 0, None),
+    "index_local_blocks": (0, 2, 3, 4, -1, None),
+    "sparse_attention_config": ({"sparse_topk_blocks": 2}, {"sparse_attention_freq": [0, 1, 1, 0]}, {}, None, [1],
+                                {"sparse_block_size": 5, "sparse_local_block": 0, "sparse_num_index_heads": 1}),
+    "moe_layer_freq": ([0, 1, 1, 0], [1] * 3, 1, None),
     "gating": (False, "per-head", "per-element", "other", 1, None),
     "moe_router_logit_softcapping": (0.7, 3, -1.0, None, "x"),
     "num_attention_heads_per_layer": ([2] * 4, [4, 2, 2, 4], [2, 3, 2, 2], [2] * 3, [2, None, 2, 2], None, 4),
@@ -290,10 +305,20 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),
     "sliding_window_pattern": (None, 0, 1, 3, 6),
     "max_window_layers": (0, 1, 3, 9, -1, None),
+    "swiglu_limits": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
+    "swiglu_limits_shared": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
+    "partial_rotary_factors": (None, [], [0.75] * 4, [0.5] * 3, [0.5, 1.0, 0.75, 1.0], [0.0] * 4, 0.5),
+    "moe_layers_enum": ("", "2", "0,1,2,3", " 1, 3,", [1, 2], [], "a", 3, [1.5], None),
+    "attention_other_setting": ({"num_attention_heads": 2}, {}, {"num_attention_groups": 1}, {"head_dim": 16}, "x",
+                                None),
+    "num_nextn_predict_layers": (0, 1, -1, None, "x"),
     "max_position_embeddings": (61, 200, None, "200"),
     "intermediate_size": (96, 49, 0, None),
     "mlp_only_layers": (None, [], [1], [0, 2], [9]),
-    "per_layer_config": (None, {}, {"1": {"sliding_window": 5}}, {"1": {"num_key_value_heads": 4}}),
+    "per_layer_config": (None, {}, {"1": {"sliding_window": 5}}, {"1": {"num_key_value_heads": 4}},
+                         {"1": {"num_attention_heads": 2}, "3": {"num_attention_heads": 2}},
+                         {"0": {"num_attention_heads": 8}, "2": {"num_attention_heads": 8}},
+                         {"1": {"num_attention_heads": 2}}),
     "head_dim": (None, 8, 10, 7, 0),
     "partial_rotary_factor": (None, 0.5, 1.0, 0.25),
     "original_max_position_embeddings": (24, 48, 96, None),
@@ -349,6 +374,23 @@ PAIRS: dict[str, tuple[dict[str, Any], ...]] = {
 """Cases in which several keys meet."""
 
 
+OWN: dict[str, tuple[dict[str, Any], ...]] = {
+    "step3p5": (
+        {"layer_types": [FULL, SLIDING] * 2 + [SLIDING], "num_nextn_predict_layers": 1},
+        {"rope_theta": [90.0, 700.0] * 2 + [3.0], "swiglu_limits": [0.2] * 5, "num_nextn_predict_layers": 1},
+        {"layer_types": [FULL, SLIDING] * 2 + [SLIDING], "num_mtp_layers": 1},
+        {"num_sliding_attention_heads": ABSENT, "attention_other_setting": {"num_attention_heads": 2}},
+        {"num_sliding_attention_heads": ABSENT, "attention_other_setting": {"num_attention_groups": 1}},
+        {"n_routed_experts": ABSENT, "moe_num_experts": 4}, {"num_experts_per_tok": ABSENT, "moe_top_k": 3},
+        {"moe_num_experts": 4}, {"moe_top_k": 3}, {"num_attention_groups": 1}, {"share_expert_dims": 20},
+        {"moe_layers_enum": "1", "mlp_layer_types": ["dense", "sparse"] * 2},
+        {"rope_scaling": LLAMA3, "rope_theta": [90.0, 700.0] * 2},
+        *({"rope_theta": value} for value in ([90.0, 700.0] * 2, [700.0] * 3, [90.0, 700.0, 80.0, 60.0], [None] * 4)),
+    ),
+}  # fmt: skip
+"""Further cases of one family."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     family: str
@@ -376,7 +418,7 @@ def cases(family: str) -> Iterator[Case]:
             if repr(value) not in seen and not left_out:
                 seen.append(repr(value))
                 yield Case(family, {key: value})
-    for changes in itertools.chain(*PAIRS.values()):
+    for changes in itertools.chain(*PAIRS.values(), OWN.get(family, ())):
         yield Case(family, changes)
 
 

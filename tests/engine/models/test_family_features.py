@@ -20,6 +20,7 @@ from tests.engine.tiny import FAMILIES as TINY
 FAMILIES = (
     "lfm2", "lfm2-moe", "cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2",
     "phi", "stablelm", "mimo-v2-flash", "laguna",
+    "minimax-m3", "step3.5",
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
@@ -96,6 +97,17 @@ def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp
         pytest.param("laguna", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("laguna", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("laguna-elements", 2, 3, {}, marks=pytest.mark.slow),
+        ("step3.5", 2, 3, {}),
+        pytest.param("step3.5", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("step3.5-biased", 2, 2, {}, marks=pytest.mark.slow),
+        pytest.param("step3.5", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
+        ("minimax-m3", 2, 2, {}),
+        pytest.param("minimax-m3", 4, 1, {}, marks=pytest.mark.slow),  # two KV heads for four shards
+        pytest.param("minimax-m3", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "minimax-m3", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow
+        ),
+        pytest.param("minimax-m3-shared-choice", 4, 1, {}, marks=pytest.mark.slow),
         pytest.param("hrm-text", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("axk2", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("hy-v4", 2, 2, {"expert_parallel": True}, marks=pytest.mark.slow),

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.reference.ops import ReferenceOps
+from penstock.engine.loading.gguf import GGUFFile
+from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
 from penstock.engine.parallel.layout import Place, check_layout, local_config
@@ -20,6 +22,7 @@ from penstock.errors import CheckpointError, ConfigError
 from tests.engine.adapters.files import write_adapter
 from tests.engine.adapters.test_equals_merging import ask
 from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.loading.test_gguf_families import convert
 from tests.engine.models.test_transformers_handover import check
 from tests.engine.tiny import Reference, write_checkpoint
 
@@ -148,6 +151,22 @@ def test_norms_of_heads_in_an_adapter_are_applied(tmp_path: Path) -> None:
     engine = make_engine(base, adapters=(AdapterSpec("tuned", str(adapter)),))
     got = generate(engine, ask("r", PROMPT, "tuned"))["r"]
     assert Reference(merged).agrees(PROMPT, got) and not Reference(base).agrees(PROMPT, got)
+
+
+def test_a_gguf_file_that_says_every_how_many_layers_see_everything(tmp_path: Path) -> None:
+    kinds = [FULL, SLIDING, SLIDING, SLIDING]
+    folder = write_checkpoint("laguna", tmp_path, layer_types=kinds, moe_router_logit_softcapping=0.0)
+    expected = generate(make_engine(folder), greedy("a", PROMPT, 8))
+    file = convert(folder, "laguna", more={"attention.sliding_window_pattern": 4})
+    assert generate(make_engine(file), greedy("a", PROMPT, 8)) == expected
+    assert config_from_gguf(GGUFFile(file))["layer_types"] == kinds
+    for key, value, message in (
+        ("attention.head_count", [4, 8, 8, 6], "attn_gate of laguna files"),
+        ("rope.dimension_count_swa", 20, "rope.dimension_count_swa is 20"),
+        ("expert_gating_func", 1, "expert_gating_func is 1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            config_from_gguf(GGUFFile(convert(folder, "laguna", more={key: value})))
 
 
 @pytest.mark.parametrize(

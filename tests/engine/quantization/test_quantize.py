@@ -144,6 +144,8 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
                 "afmoe",
                 "mimo-v2-flash",
                 "laguna",
+                "minimax-m3",
+                "step3.5",
             )
         ),
     ],
@@ -162,7 +164,7 @@ def test_layers_of_every_kind_are_calibrated(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased", "mimo-v2-flash", "laguna"]
+    "family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased", "mimo-v2-flash", "laguna", "step3.5"]
 )
 def test_folded_scales_change_nothing(family: str, tmp_path: Path) -> None:
     """What all matrices of a model read, with AWQ's scales in the layers before them and without."""

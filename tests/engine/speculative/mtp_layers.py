@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny.checkpoints import AutoModelForCausalLM
 
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "full_attention_interval": 1}
 
@@ -22,9 +22,13 @@ def write_mtp(family: str, folder: Path) -> Path:
     config = json.loads((target / "config.json").read_text())
     changes = {key: value for key, value in ONE_LAYER.items() if key in config or key == "full_attention_interval"}
     indexed = "index_topk" in config
-    if "layer_types" in config:
+    step = family.startswith("step")
+    if step:  # as published: dense, with a window
+        changes |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+        changes |= dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"))
+    elif "layer_types" in config:
         changes["layer_types"] = ["indexed_attention" if indexed else "full_attention"]
-    if "mlp_layer_types" in config:
+    if "mlp_layer_types" in config and not step:
         changes["mlp_layer_types"] = ["sparse"]
     if "indexer_types" in config:
         changes["indexer_types"] = ["full"]
@@ -33,7 +37,7 @@ def write_mtp(family: str, folder: Path) -> Path:
         changes.pop("full_attention_interval")
     layer = load_file(write_checkpoint(family, folder / "layer", spread=0.3, **changes) / "model.safetensors")
     random = torch.Generator().manual_seed(1)
-    hidden, offset = config["hidden_size"], float(not qwen)
+    hidden, offset = config["hidden_size"], float(not qwen and not step)
 
     def norm() -> Tensor:
         return offset + 0.2 * torch.randn(hidden, generator=random)
@@ -51,7 +55,9 @@ def write_mtp(family: str, folder: Path) -> Path:
     tensors[f"{at}{names[2]}.weight"] = 0.15 * torch.randn(hidden, 2 * hidden, generator=random)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     # Qwen's own key for their number, `mtp_num_hidden_layers`, is one that the reference does not have.
-    (target / "config.json").write_text(json.dumps({**config, **({} if qwen else {"num_nextn_predict_layers": 1})}))
+    more: dict[str, Any] = {} if qwen else {"num_nextn_predict_layers": 1}
+    more |= {"mtp_layer_types": ["sliding_attention"]} if step else {}
+    (target / "config.json").write_text(json.dumps({**config, **more}))
     layer["model.norm.weight"] = tensors[f"{at}{names[3]}.weight"]
     save_file(layer, folder / "layer" / "model.safetensors", metadata={"format": "pt"})
     return target
@@ -74,7 +80,8 @@ class PlainMtp:
         names = (
             ("enorm", "hnorm") if "eh_proj" in str(list(tensors)) else ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
         )
-        self.norms = [tensors[f"{at}.{name}.weight"] + (names[0] != "enorm") for name in names]
+        offset = names[0] != "enorm" or self.model.config.model_type == "step3p5"
+        self.norms = [tensors[f"{at}.{name}.weight"] + offset for name in names]
         self.eps = self.model.config.rms_norm_eps
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -163,7 +163,9 @@ def test_auto_finds_out_what_a_drafter_is(target: Path, head: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "qwen3-moe", "olmo2", "cohere", "gpt-oss", "mistral-window"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "qwen3-moe", "olmo2", "cohere", "gpt-oss", "mistral-window", "laguna", "minimax-m3"]
+)
 def test_other_families_have_the_same_text(family: str, head: Path, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path, spread=0.3)
     requests = [greedy("a", [i * 7 % 199 for i in range(90)], 20), greedy("b", [5, 4], 20)]

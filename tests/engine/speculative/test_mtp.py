@@ -21,7 +21,16 @@ CASES = ["glm4-moe", "deepseek-v3", "qwen3-next"]
 
 FURTHER = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("glm4-moe", "glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v32", "glm-dsa")
+    for name in (
+        "glm4-moe",
+        "glm4-moe-lite",
+        "qwen3-next",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "deepseek-v32",
+        "glm-dsa",
+        "step3.5",
+    )
 ]
 
 
@@ -64,7 +73,8 @@ def test_two_ranks_have_the_same_text(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tensor", "pipeline"), [("glm4-moe", 1, 3), ("deepseek-v3", 2, 2), ("qwen3-next", 1, 2)]
+    ("family", "tensor", "pipeline"),
+    [("glm4-moe", 1, 3), ("deepseek-v3", 2, 2), ("qwen3-next", 1, 2), ("step3.5", 2, 2)],
 )
 def test_stages_of_a_pipeline_have_the_same_drafts(tmp_path: Path, family: str, tensor: int, pipeline: int) -> None:
     target = write_mtp(family, tmp_path)
@@ -82,7 +92,7 @@ def test_stages_of_a_pipeline_have_the_same_drafts(tmp_path: Path, family: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "pipeline"), [*((family, 1) for family in CASES), ("glm4-moe", 2), ("qwen3-next", 2)]
+    ("family", "pipeline"), [*((family, 1) for family in CASES), ("glm4-moe", 2), ("qwen3-next", 2), ("step3.5", 1)]
 )
 def test_shards_with_sequences_of_their_own_have_the_same_drafts(tmp_path: Path, family: str, pipeline: int) -> None:
     target = write_mtp(family, tmp_path)

@@ -42,6 +42,12 @@ ERNIE_MOE: dict[str, Any] = {
 }  # fmt: skip
 HUNYUAN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 8, "moe_topk": 3}
 MINIMAX_M2: dict[str, Any] = {"head_dim": 32, "num_local_experts": 12, "num_experts_per_tok": 3}
+MINIMAX_M3: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 32,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 64, "index_n_heads": 2, "index_head_dim": 16,
+    "index_block_size": 8, "index_topk_blocks": 3, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse", FULL],
+}  # fmt: skip
 EXAONE_MOE: dict[str, Any] = {
     **CORRECTED, "head_dim": 32, "num_experts": 12, "sliding_window": 40, "num_shared_experts": 1,
 }  # fmt: skip
@@ -57,6 +63,16 @@ MIMO_V2: dict[str, Any] = {
 LAGUNA: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 40, "num_experts": 12, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "moe_routed_scaling_factor": 1.7,
+}  # fmt: skip
+STEP: dict[str, Any] = {
+    "pad_token_id": 0, "head_dim": 16, "num_sliding_attention_heads": 6, "sliding_window": 40,
+    "layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "share_expert_dim": 64,
+    "moe_router_scaling_factor": 1.7, "swiglu_limits": [0.0, None, 0.6], "swiglu_limits_shared": [0.4, 0.0, 0.7],
+    "rope_parameters": {
+        FULL: {**LLAMA3_ROPE, "partial_rotary_factor": 0.5},
+        SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
+    },
 }  # fmt: skip
 HY_V3: dict[str, Any] = {
     "head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
@@ -178,6 +194,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "minimax-m3": ("MiniMaxM3VLTextConfig", {**MINIMAX_M3, "rope_parameters": HALF_ROPE}),
+    "minimax-m3-shared-choice": (
+        "MiniMaxM3VLTextConfig",
+        {
+            **MINIMAX_M3,
+            "num_key_value_heads": 4,
+            "num_attention_heads": 8,
+            "head_dim": 16,
+            "index_head_dim": 20,
+            "index_block_size": 20,
+            "index_local_blocks": 2,
+            "layer_types": ["minimax_m3_sparse"] * 4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "swiglu_limit": 2.0,
+            "swiglu_alpha": 1.2,
+        },
+    ),
     "laguna": (
         "LagunaConfig",
         {
@@ -196,6 +229,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "gating": "per-element",
             "attention_bias": True,
             "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "step3.5": ("Step3p7TextConfig", STEP),
+    "step3.5-biased": (
+        "Step3p7TextConfig",
+        {
+            **STEP,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_sliding_attention_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "query_pre_attn_scalar": 9,
+            "tie_word_embeddings": True,
+            "rope_parameters": {FULL: {**YARN_ROPE, "partial_rotary_factor": 0.75}, SLIDING: HALF_ROPE},
         },
     ),
     "mimo-v2-flash": ("MiMoV2FlashConfig", {**MIMO_V2, "routed_scaling_factor": 1.6}),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from penstock.engine.backends.cpu.layout import LayoutError, dtype_code, need, need_contiguous
 from penstock.engine.backends.cpu.native_ops import NativeOps
 from penstock.engine.backends.interface import Clip, Pointwise, Xielu
+from penstock.engine.backends.reference.values import by_heads
 
 _POINTWISE: Final = {"relu2": 0, "plain_gelu": 1, "plain_gelu_tanh": 2}
 """As elementwise/pointwise.cpp counts them."""
@@ -31,7 +32,7 @@ class ElementwiseOps(NativeOps):
         return torch.cat([F.softplus(row) for row in torch.split(x, 1)]) if self.batch_invariant else F.softplus(x)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * self.sigmoid(gate)
+        return by_heads(x, self.sigmoid(gate))
 
     def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         factors = self._softplus(gate.float()).to(x.dtype).unsqueeze(-1)
@@ -108,6 +109,9 @@ class ElementwiseOps(NativeOps):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         return self._gate_mul(self._lib.pk_clamped_swiglu, gate_up, alpha, limit)
+
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> Tensor:
+        return self._gate_mul(self._lib.pk_bounded_silu, gate_up, limit)
 
     def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
         need_contiguous(x, "x")

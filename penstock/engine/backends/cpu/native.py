@@ -110,6 +110,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_silu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_gelu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_clamped_swiglu": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int)),
+    "pk_bounded_silu": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int)),
     "pk_pointwise": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int, *[c_float] * 4, c_int)),
     "pk_add_row": (None, (c_void_p, *[c_void_p] * 2, c_int64, c_int64, c_int, c_int)),
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),

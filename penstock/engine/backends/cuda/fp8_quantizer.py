@@ -71,5 +71,8 @@ class Fp8Activations:
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> ScaledTensor:
         return ScaledTensor(*activation.clamped_swiglu_fp8(gate_up, alpha, limit))
 
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> ScaledTensor:
+        return ScaledTensor(*activation.bounded_silu_fp8(gate_up, limit))
+
     def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
         return activation.pointwise(x, function)

@@ -51,12 +51,13 @@ from penstock.engine.backends.interface import (
 )
 from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
+from penstock.engine.backends.reference.sparse_blocks import PlainSparseBlocks
 from penstock.engine.backends.reference.values import pad_values
 
 log = logging.getLogger(__name__)
 
 
-class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
+class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression, PlainSparseBlocks):
     """See `Ops`."""
 
     wide_stream = False
@@ -115,6 +116,9 @@ class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
 
     def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
         return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
+
+    def bounded_silu(self, gate_up: Tensor | Addends, limit: float) -> Tensor:
+        return activation.bounded_silu(gate_up, limit, pdl=self.pdl)
 
     def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         return None if self.batch_invariant else self._chains.of(links)
@@ -229,7 +233,8 @@ class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression):
         if isinstance(gate, Addends):
             gate = gate.base + torch.where((gate.ranks > 0).unsqueeze(1), gate.delta, 0)
         if gate.dim() == 2:
-            gate = gate.unsqueeze(1)
+            wide = gate.shape[1] == x.shape[1]
+            gate = gate.unsqueeze(1) if wide else gate.unsqueeze(2).expand(-1, -1, x.shape[1] // gate.shape[1])
         return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
     def softplus_mul(self, x: Tensor, gate: Tensor | Addends) -> Tensor:

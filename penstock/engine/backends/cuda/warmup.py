@@ -32,6 +32,7 @@ from penstock.engine.models.layers.block_attention import BlockAttention
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.layers.side_by_side import SideBySide
+from penstock.engine.models.layers.sparse_block_attention import SparseBlockAttention
 
 _HELD = ("weight", "scale", "bias", "inner", "parts", "few")
 """Where linears keep what they multiply with."""
@@ -194,7 +195,7 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
             _forward(decoder, kv, tables, limits, decodes, [2])
     if isinstance(mixer, SideBySide):
         mixer, cache = mixer.attention, cache[0]
-    elif isinstance(mixer, BlockAttention):
+    elif isinstance(mixer, BlockAttention | SparseBlockAttention):
         cache = cache[0]
     if not isinstance(mixer, Attention):
         return

@@ -14,7 +14,15 @@ Layout, the same everywhere:
 * The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
 """
 
-from penstock.engine.backends.activation import Activation, ClampedSilu, ClampedSwiglu, Clip, Pointwise, Xielu
+from penstock.engine.backends.activation import (
+    Activation,
+    BoundedSilu,
+    ClampedSilu,
+    ClampedSwiglu,
+    Clip,
+    Pointwise,
+    Xielu,
+)
 from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
@@ -82,6 +90,7 @@ from penstock.engine.backends.interface.recurrence import (
     ShortConvWeights,
 )
 from penstock.engine.backends.interface.sampling import SamplingOps
+from penstock.engine.backends.interface.sparse_blocks import SparseBlockIndex, SparseBlockLayout, SparseBlockOps
 
 __all__ = [
     "FP8",
@@ -96,6 +105,7 @@ __all__ = [
     "BlockIndex",
     "BlockIndexLayout",
     "BlockIndexOps",
+    "BoundedSilu",
     "Chosen",
     "ChosenTokens",
     "ClampedSilu",
@@ -137,6 +147,9 @@ __all__ = [
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",
+    "SparseBlockIndex",
+    "SparseBlockLayout",
+    "SparseBlockOps",
     "Staging",
     "StateBatch",
     "StepDefaults",

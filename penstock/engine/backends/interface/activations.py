@@ -42,6 +42,10 @@ class ActivationOps(Protocol):
         """As `silu_mul`, with the gate `ClampedSwiglu`."""
         ...
 
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> Any:
+        """As `silu_mul`, with the gate `BoundedSilu`."""
+        ...
+
     def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
         """`function` of every number of `x` [T, n]; may write over its input."""
         ...

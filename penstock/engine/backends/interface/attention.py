@@ -193,7 +193,8 @@ class AttentionOps(Protocol):
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """`x` times sigmoid of `gate`; may overwrite `x`."""
+        """`x` [T, heads * head_dim] times sigmoid of `gate`, which is as wide or has one number for each head; may
+        overwrite `x`."""
         ...
 
     def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:

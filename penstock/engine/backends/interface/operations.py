@@ -16,6 +16,7 @@ from penstock.engine.backends.interface.indexer import IndexOps
 from penstock.engine.backends.interface.links import Link
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps
+from penstock.engine.backends.interface.sparse_blocks import SparseBlockOps
 
 
 class LinkedProducts(Protocol):
@@ -26,7 +27,17 @@ class LinkedProducts(Protocol):
         ...
 
 
-class Ops(ActivationOps, AttentionOps, BlockIndexOps, CompressionOps, IndexOps, RecurrentOps, SamplingOps, Protocol):
+class Ops(
+    ActivationOps,
+    AttentionOps,
+    BlockIndexOps,
+    CompressionOps,
+    IndexOps,
+    RecurrentOps,
+    SamplingOps,
+    SparseBlockOps,
+    Protocol,
+):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
 
     wide_stream: bool
@@ -71,6 +82,8 @@ class Ops(ActivationOps, AttentionOps, BlockIndexOps, CompressionOps, IndexOps, 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> Tensor: ...
 
     def chain(self, links: Sequence[Link]) -> LinkedProducts | None:
         """What computes these products of one token in one launch; None where there is no kernel for it. Its programs

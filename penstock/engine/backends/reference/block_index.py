@@ -7,7 +7,6 @@ gathered from the cache, some tokens at a time, so that memory does not grow wit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends.interface import (
-    FP8,
     AttentionBatch,
     BlockIndex,
     BlockIndexLayout,
@@ -23,8 +21,8 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KVScales,
 )
+from penstock.engine.backends.reference.gathered import Caches, leading, normed, slots_of, turned
 from penstock.engine.backends.reference.indexer import best_of
-from penstock.engine.backends.reference.latent import rotate
 from penstock.engine.backends.reference.pooling import entry_slots
 
 _BYTES = 64 << 20
@@ -66,8 +64,8 @@ class PlainBlockIndexing(ABC):
         which = batch.positions[done] // layout.rate
         first = which * layout.rate
         members = first.unsqueeze(1) + torch.arange(layout.rate, device=keys.device)
-        pooled = tokens[_slots(tables, members, blocks.block_size)].float().mean(1).to(tokens.dtype)
-        made = _turned(_normed(pooled, norm, layout.eps), cos_sin[first])
+        pooled = tokens[slots_of(tables, members, blocks.block_size)].float().mean(1).to(tokens.dtype)
+        made = turned(normed(pooled, norm, layout.eps), cos_sin[first])
         slots = entry_slots(tables, which.unsqueeze(1), layout.rate, blocks).squeeze(1)
         blocks.rows.view(-1, layout.dim)[slots] = made.to(blocks.rows.dtype)
 
@@ -91,11 +89,11 @@ class PlainBlockIndexing(ABC):
             return self.attention(q, heads, batch, k_cache, v_cache, kv_scales)
         out = q.new_empty(q.shape[0], heads.heads * heads.head_dim)
         if any(whole):
-            at, part = _leading(batch, whole)
+            at, part = leading(batch, whole)
             out[at] = self.attention(q[at].contiguous(), heads, part, k_cache, v_cache, kv_scales)
-        caches = _Caches(k_cache, v_cache, kv_scales, q.dtype)
-        turned = _turned(
-            _normed(index.queries.view(len(q), index.layout.heads, -1), index.query_norm, index.layout.eps),
+        caches = Caches(k_cache, v_cache, kv_scales, q.dtype)
+        queries = turned(
+            normed(index.queries.view(len(q), index.layout.heads, -1), index.query_norm, index.layout.eps),
             cos_sin[batch.positions].unsqueeze(1),
         ).float()
         for i, (some, context) in enumerate(zip(whole, contexts, strict=True)):
@@ -109,67 +107,16 @@ class PlainBlockIndexing(ABC):
                 new = slice(first, min(end, first + step))
                 complete = (context - starts[i + 1] + new.stop) // index.layout.rate  # for the last of them
                 slots, there = _chosen(
-                    turned[new], keys[:complete], index.layout, batch.positions[new], table, k_cache.shape[2]
+                    queries[new], keys[:complete], index.layout, batch.positions[new], table, k_cache.shape[2]
                 )
                 out[new] = caches.attend(q[new], heads, slots, there)
         return out
-
-
-class _Caches:
-    """Keys and values of a layer, of which some tokens are read."""
-
-    def __init__(self, k: Tensor, v: Tensor, scales: KVScales | None, dtype: torch.dtype) -> None:
-        self.k, self.v, self.dtype = k, v, dtype
-        self.scales = scales
-
-    def attend(self, q: Tensor, heads: HeadLayout, slots: Tensor, there: Tensor) -> Tensor:
-        """What queries [P, heads, head_dim] see of the tokens in `slots` [P, n]: [P, heads * head_dim]."""
-        k_scales, v_scales = self.scales or (None, None)
-        keys, values = self._gather(self.k, k_scales, slots), self._gather(self.v, v_scales, slots)
-        # A place for which there is no token holds anything, and a weight of zero does not silence a NaN.
-        gone = ~there[:, None, :, None]
-        keys, values = keys.masked_fill(gone, 0), values.masked_fill(gone, 0)
-        grouped = q.view(len(q), heads.kv_heads, -1, heads.head_dim)
-        seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=there[:, None, None], scale=heads.scale)
-        return seen.reshape(len(q), -1)
-
-    def _gather(self, cache: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
-        """[P, kv_heads, n, head_dim]."""
-        size = cache.shape[2]
-        block, offset = slots // size, slots % size
-        if cache.dtype == FP8:  # indexing knows bytes on every device, FP8 not
-            found = cache.view(torch.uint8)[block, :, offset].view(FP8)
-        else:
-            found = cache[block, :, offset]
-        if scales is not None:
-            factors = scales[block, :, offset] if scales.dim() == 3 else scales.expand(*slots.shape, -1)
-            found = found.float() * factors.float().unsqueeze(-1)
-        return found.to(self.dtype).transpose(1, 2)
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight.float()).to(x.dtype)
-
-
-def _turned(x: Tensor, table: Tensor) -> Tensor:
-    """The first dimensions, as many as the table has, rotated."""
-    rotary = table.shape[-1]
-    turned = rotate(x[..., :rotary], table[..., : rotary // 2], table[..., rotary // 2 :], False)
-    return torch.cat((turned, x[..., rotary:]), -1)
 
 
 def _rows(batch: AttentionBatch) -> Tensor:
     """The row in the block tables of every token."""
     sizes = batch.query_starts.diff().long()
     return batch.rows.long().repeat_interleave(sizes, output_size=len(batch.positions))
-
-
-def _slots(tables: Tensor, positions: Tensor, size: int) -> Tensor:
-    """Of tokens at `positions` [N, n] of sequences whose tables are `tables` [N, blocks], or of one sequence."""
-    blocks = tables[positions // size] if tables.dim() == 1 else tables.gather(1, positions // size)
-    return blocks.long() * size + positions % size
 
 
 def _block_keys(index: BlockIndex, table: Tensor, context: int) -> Tensor:
@@ -201,31 +148,4 @@ def _chosen(
     behind = (complete * layout.rate).unsqueeze(1) + within[:-1]
     there = torch.cat((torch.ones_like(members, dtype=torch.bool), behind <= positions.unsqueeze(1)), 1)
     at = torch.minimum(torch.cat((members, behind), 1), positions.unsqueeze(1))
-    return _slots(table, at, size), there
-
-
-def _leading(batch: AttentionBatch, counts: list[int]) -> tuple[Tensor, AttentionBatch]:
-    """The first so many new tokens of each sequence: which tokens those are, and a step of these alone."""
-    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-    kept = [i for i, count in enumerate(counts) if count]
-    device = batch.positions.device
-    at = torch.tensor([t for i in kept for t in range(starts[i], starts[i] + counts[i])], device=device)
-    ends = torch.tensor([0, *(counts[i] for i in kept)], dtype=torch.int32, device=device)
-    lens = [contexts[i] - (starts[i + 1] - starts[i]) + counts[i] for i in kept]
-    decodes = sum(i < batch.num_decodes for i in kept)
-    return at, replace(
-        batch,
-        positions=batch.positions[at],
-        slots=batch.slots[at],
-        query_starts=ends.cumsum(0, dtype=torch.int32),
-        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        rows=batch.rows[torch.tensor(kept, device=device)],
-        num_decodes=decodes,
-        max_query=max(counts),
-        total_context=sum(lens[decodes:]),
-        longest=max(lens),
-        attended=None,
-        states=None,
-        waves=None,
-        host=None,
-    )
+    return slots_of(table, at, size), there

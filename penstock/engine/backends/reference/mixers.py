@@ -21,10 +21,11 @@ from penstock.engine.backends.reference import delta, latent, mamba, short_conv
 from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
-from penstock.engine.backends.reference.values import pad_values
+from penstock.engine.backends.reference.sparse_blocks import PlainSparseBlocks
+from penstock.engine.backends.reference.values import by_heads, pad_values
 
 
-class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
+class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainSparseBlocks):
     """See `Ops`."""
 
     def latent_attention(
@@ -57,7 +58,7 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression):
         return F.softplus(x).sqrt()
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.sigmoid()
+        return by_heads(x, gate.sigmoid())
 
     def softplus_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return (x.view(*gate.shape, -1) * F.softplus(gate.float()).to(x.dtype).unsqueeze(-1)).view(x.shape)

@@ -87,6 +87,10 @@ class ReferenceOps(PlainMixers):
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
+    def bounded_silu(self, gate_up: Tensor, limit: float) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
     def pointwise(self, x: Tensor, function: Pointwise) -> Tensor:
         match function:
             case "relu2":

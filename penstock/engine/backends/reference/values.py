@@ -1,4 +1,4 @@
-"""Heads of values that are smaller than those of queries and keys (`Ops.pad_values`)."""
+"""Heads of values that are smaller than those of queries and keys (`Ops.pad_values`), and factors of whole heads."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def pad_values(qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) ->
     values = qkv[:, before:].view(tokens, layout.kv_heads, value_dim) * scale
     padded = F.pad(values, (0, dim - value_dim))
     return torch.cat((qkv[:, :before], padded.view(tokens, layout.kv_heads * dim)), dim=1)
+
+
+def by_heads(x: Tensor, factors: Tensor) -> Tensor:
+    """`x` [T, heads * head_dim] times factors that are as wide or one for each head."""
+    return (x.view(*factors.shape, -1) * factors.unsqueeze(-1)).view(x.shape)

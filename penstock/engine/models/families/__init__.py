@@ -67,6 +67,7 @@ from penstock.engine.models.families.mellum import MELLUM
 from penstock.engine.models.families.mimo_v2_flash import MIMO_V2_FLASH
 from penstock.engine.models.families.minicpm3 import MINICPM3
 from penstock.engine.models.families.minimax_m2 import MINIMAX_M2
+from penstock.engine.models.families.minimax_m3 import MINIMAX_M3
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
@@ -92,6 +93,7 @@ from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.solar_open import SOLAR_OPEN
 from penstock.engine.models.families.stablelm import STABLELM
 from penstock.engine.models.families.starcoder2 import STARCODER2
+from penstock.engine.models.families.step3p5 import STEP3P5
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.families.text_types import TEXT_TYPES
 from penstock.engine.models.families.youtu import YOUTU
@@ -209,6 +211,8 @@ FAMILIES: dict[str, Family] = {
         HRM_TEXT,
         MIMO_V2_FLASH,
         LAGUNA,
+        MINIMAX_M3,
+        STEP3P5,
     )
 }
 """By `model_type`."""
@@ -314,7 +318,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    ordinary = not fields.keys() & {"delta", "mamba", "short_conv", "compression"} and not fields.get("chunked")
+    others = {"delta", "mamba", "short_conv", "compression", "sparse_blocks"}
+    ordinary = not fields.keys() & others and not fields.get("chunked")
     ordinary = ordinary and ("latent" not in fields or fields["latent"].index is None)
     if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")

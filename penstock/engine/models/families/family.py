@@ -27,6 +27,7 @@ from penstock.engine.models.model_config import (
     NgramConfig,
     QueryGrowth,
     ShortConvConfig,
+    SparseBlockConfig,
     StreamsConfig,
     TokenInputs,
 )
@@ -70,6 +71,7 @@ class ConfigFields(TypedDict, total=False):
     attention_sinks: bool
     window_sinks: bool
     attention_softcap: float | None
+    bounds: tuple[float, ...]
     compression: CompressionConfig
     delta: DeltaConfig
     ffn_sizes: tuple[int, ...]
@@ -99,6 +101,7 @@ class ConfigFields(TypedDict, total=False):
     mamba: MambaConfig
     mlp_bias: bool
     mlp_scales: tuple[float, float]
+    mtp_like: int | None
     max_positions: int
     moe: MoeConfig | None
     num_heads: int
@@ -118,6 +121,7 @@ class ConfigFields(TypedDict, total=False):
     short_conv: ShortConvConfig
     streams: StreamsConfig
     block_index: BlockIndexConfig
+    sparse_blocks: SparseBlockConfig
     ngrams: NgramConfig
     cycles: CyclesConfig
     tied_embeddings: bool
@@ -237,6 +241,11 @@ class GGUFFormat:
     """Whether numbers of KV heads and widths of feed-forwards may differ between layers without either of them."""
     window_heads: bool = False
     """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
+    query_heads: bool = False
+    """Whether numbers of query heads may differ between layers."""
+    window_rotated: bool = False
+    """Whether layers with a window rotate a share of each head of their own, which `config` reads
+    (`rope.dimension_count_swa`)."""
     window_rope: bool = False
     """Whether layers with a window have a rotary base of their own, which `config` reads (`rope.freq_base_swa`)."""
     final_norm: str = "output_norm"
@@ -272,6 +281,8 @@ class Family:
     fields: Callable[[HFConfig], ConfigFields] = llama_fields
     """What a `config.json` says beyond the keys that all families have. It is given those that the reference would see,
     with the reference's defaults for those left out."""
+    translate: Callable[[HFConfig], dict[str, Any]] = dict
+    """From its keys, with the defaults, to those of other families, where files say the same in another way."""
     reads: frozenset[str] = frozenset({"attention_bias", "mlp_bias"})
     """The keys that `fields` uses beyond those of all families (`config_keys.READ`)."""
     limits: Mapping[str, Collection[Any]] = field(default_factory=lambda: {"hidden_act": SILU})
@@ -299,7 +310,7 @@ class Family:
     def checked(self, raw: HFConfig) -> dict[str, Any]:
         """The keys to read, with defaults; CheckpointError for one whose value cannot be honoured."""
         self.rules.check(raw)
-        return with_defaults(self.reference or self.model_type, raw, self.reads)
+        return self.translate(with_defaults(self.reference or self.model_type, raw, self.reads))
 
 
 def integer(raw: HFConfig, key: str, default: int | None = None) -> int:

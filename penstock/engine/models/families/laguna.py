@@ -11,15 +11,18 @@ from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     flag,
     integer,
+    is_array,
     layer_count,
     number,
     window_of,
     windows_by_type,
 )
-from penstock.engine.models.families.sigmoid_experts import sparse_by_type
+from penstock.engine.models.families.gemma2 import layer_types
+from penstock.engine.models.families.sigmoid_experts import require_sigmoid, sparse_by_type
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig, read_rope
@@ -31,6 +34,8 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
 }
 """Of files without rope parameters."""
+_PATTERN, _PERIOD = "attention.sliding_window_pattern", 4
+"""In GGUF files; of those that do not say which layers have a window, every fourth has none, the first among them."""
 _BY_HEAD = (True, "per-head")
 _MEMORY_BIAS, _BIAS = "mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias"
 _MEMORY_SHARED, _SHARED = "mlp.shared_experts.", "mlp.shared_expert."
@@ -109,6 +114,44 @@ def _experts(raw: HFConfig, layers: tuple[bool, ...]) -> MoeConfig:
     )
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    require_sigmoid(keys)
+    layers, dim, theta = config["num_hidden_layers"], config["head_dim"], config["rope_theta"]
+    dense = keys.whole("leading_dense_block_count", 0)
+    kinds = layer_types(keys, config, 1)["layer_types"]
+    if config["sliding_window"] and not is_array(keys.metadata.get(f"{keys.architecture}.{_PATTERN}")):
+        period = keys.whole(_PATTERN, _PERIOD) or layers
+        kinds = [_SLIDING if layer % period else _FULL for layer in range(layers)]
+    heads = config["num_attention_heads_per_layer"]
+    gates = {(rows == own, rows == own * dim) for rows, own in zip(config["gates"], heads, strict=True)}
+    if gates not in ({(True, False)}, {(False, True)}):
+        raise CheckpointError(
+            "attn_gate of laguna files must have a row for each head, or for each number of all heads"
+        )
+    rotated = keys.whole("rope.dimension_count_swa", 0) or dim
+    if rotated > dim or rotated % 2:
+        raise CheckpointError(f"rope.dimension_count_swa is {rotated}; heads have {dim} dimensions")
+    full = {**(config["rope_scaling"] or {"rope_type": "default"}), "rope_theta": theta}
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", theta)}
+    return {
+        "layer_types": kinds,
+        "sliding_window": config["sliding_window"] or 512,
+        "gating": "per-head" if gates == {(True, False)} else "per-element",
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)],
+        "num_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", 0),
+        "shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length", 0)
+        or keys.whole("expert_feed_forward_length", 0) * keys.whole("expert_shared_count", 1),
+        "moe_routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "rope_scaling": None,
+        "rope_parameters": {
+            _FULL: {**full, "partial_rotary_factor": config.get("partial_rotary_factor", 1.0)},
+            _SLIDING: {**local, "partial_rotary_factor": rotated / dim},
+        },
+    }
+
+
 def _own_name(name: str) -> str:
     return name.replace(_MEMORY_BIAS, _BIAS).replace(_MEMORY_SHARED, _SHARED)
 
@@ -126,6 +169,23 @@ LAGUNA = Family(
     names=TensorNames(
         output_gate="g_proj", correction_bias="experts.e_score_correction_bias", shared_expert="shared_expert."
     ),
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("laguna",),
+        config=_from_gguf,
+        query_heads=True,
+        window_rope=True,
+        window_rotated=True,
+        whole_head_rotated=False,
+        reads=frozenset({
+            _PATTERN, "expert_count", "expert_feed_forward_length", "expert_gating_func", "expert_shared_count",
+            "expert_shared_feed_forward_length", "expert_used_count", "expert_weights_scale",
+            "leading_dense_block_count",
+        }),
+        tensors={
+            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+            "attn_gate": "self_attn.g_proj",
+            "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+        },
+    ),
     own_name=_own_name,
 )  # fmt: skip

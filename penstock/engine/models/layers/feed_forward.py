@@ -8,7 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSilu, ClampedSwiglu, Link, Xielu
+from penstock.engine.backends.interface import (
+    Activation,
+    ActivationOps,
+    BoundedSilu,
+    ClampedSilu,
+    ClampedSwiglu,
+    Link,
+    Xielu,
+)
 from penstock.engine.models.layers.linear import ChainedLinear, InlineLinear, Linear
 
 
@@ -132,6 +140,8 @@ def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
         return ops.pointwise(gate_up, activation)
     if isinstance(activation, ClampedSwiglu):
         return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
+    if isinstance(activation, BoundedSilu):
+        return ops.bounded_silu(gate_up, activation.limit)
     if isinstance(activation, ClampedSilu):
         gate, up = gate_up.chunk(2, -1)
         gate.clamp_(max=activation.limit)

@@ -22,10 +22,18 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.interface import Activation, ClampedSilu, ClampedSwiglu, Clip, Pointwise, Xielu
+from penstock.engine.backends.interface import (
+    Activation,
+    BoundedSilu,
+    ClampedSilu,
+    ClampedSwiglu,
+    Clip,
+    Pointwise,
+    Xielu,
+)
 
 SILU, GELU, CLAMPED, SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-CLAMPED_SILU = tl.constexpr(4)
+CLAMPED_SILU, BOUNDED_SILU = tl.constexpr(4), tl.constexpr(9)
 PLAIN_GELU, PLAIN_GELU_TANH, XIELU, CLIP = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 """Values of GATE; the last line, and SQUARED, of FUNCTION. SQUARED: there is no gate, and what there is becomes the
 square of its ReLU."""
@@ -37,6 +45,8 @@ def gate_options(activation: Activation) -> dict[str, Any]:
         return {"GATE": CLAMPED.value, "ALPHA": activation.alpha, "LIMIT": activation.limit}
     if isinstance(activation, ClampedSilu):
         return {"GATE": CLAMPED_SILU.value, "ALPHA": 1.0, "LIMIT": activation.limit}
+    if isinstance(activation, BoundedSilu):
+        return {"GATE": BOUNDED_SILU.value, "ALPHA": 1.0, "LIMIT": activation.limit}
     gates: dict[Any, Any] = {"silu": SILU, "gelu_tanh": GELU, "relu2": SQUARED}
     return {"GATE": gates[activation].value, "ALPHA": 1.0, "LIMIT": 0.0}
 
@@ -44,7 +54,7 @@ def gate_options(activation: Activation) -> dict[str, Any]:
 @triton.jit
 def gated(x: tl.tensor, up: tl.tensor, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
     """silu(x) * up, gelu(x) * up with gelu in its tanh form x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u)), or
-    `ClampedSwiglu`, or `ClampedSilu`."""
+    `ClampedSwiglu`, `ClampedSilu`, or `BoundedSilu`."""
     if GATE == CLAMPED or GATE == CLAMPED_SILU:  # noqa: SIM109 - Triton has no `in`
         x = tl.minimum(x, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -55,6 +65,9 @@ def gated(x: tl.tensor, up: tl.tensor, GATE: tl.constexpr, ALPHA: tl.constexpr, 
         x = x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
     else:
         x = x / (1.0 + tl.exp(-x))
+        if GATE == BOUNDED_SILU:
+            x = tl.minimum(x, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     return x * up
 
 
@@ -171,6 +184,11 @@ def gelu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
 def clamped_swiglu(gate_up: Tensor | Addends, alpha: float, limit: float, *, pdl: bool = False) -> Tensor:
     """As `silu_mul`, with the gate `ClampedSwiglu`."""
     return _gate_mul(gate_up, ClampedSwiglu(alpha, limit), pdl)
+
+
+def bounded_silu(gate_up: Tensor | Addends, limit: float, *, pdl: bool = False) -> Tensor:
+    """As `silu_mul`, with the gate `BoundedSilu`."""
+    return _gate_mul(gate_up, BoundedSilu(limit), pdl)
 
 
 def _gate_mul(x: Tensor | Addends, activation: Activation, pdl: bool) -> Tensor:
@@ -317,6 +335,11 @@ def gelu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]
 def clamped_swiglu_fp8(gate_up: Tensor, alpha: float, limit: float, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`clamped_swiglu` followed by `quantize_fp8`, in one pass."""
     return _quantize(gate_up, gate_up.shape[1] // 2, ClampedSwiglu(alpha, limit), pdl)
+
+
+def bounded_silu_fp8(gate_up: Tensor, limit: float, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`bounded_silu` followed by `quantize_fp8`, in one pass."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, BoundedSilu(limit), pdl)
 
 
 def gate_mul_fp8(

@@ -38,6 +38,7 @@ def _sigmoid_mul_kernel(
     out_ptr: tl.tensor,
     gate_stride: tl.tensor,
     head_stride: tl.tensor,
+    stride: tl.tensor,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,20 +50,21 @@ def _sigmoid_mul_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    at = gate_ptr + row * gate_stride + (cols // DIM) * head_stride + cols % DIM
+    at = gate_ptr + row * gate_stride + (cols // DIM) * head_stride + cols % DIM * stride
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     y = x / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
-    """x [T, heads * head_dim] times the sigmoid of `gate` [T, heads, head_dim]."""
-    assert x.is_contiguous() and gate.stride(2) == 1
+    """x [T, heads * head_dim] times the sigmoid of `gate` [T, heads, head_dim], in which a number may stand for all of
+    a head."""
+    assert x.is_contiguous()
     out, block = torch.empty_like(x), 512
     if not len(x):
         return out
     launch(
-        _sigmoid_mul_kernel, (x.shape[0], ceil_div(x.shape[1], block)), x, gate, out, gate.stride(0), gate.stride(1),
+        _sigmoid_mul_kernel, (x.shape[0], ceil_div(x.shape[1], block)), x, gate, out, *gate.stride(),
         WIDTH=x.shape[1], DIM=gate.shape[2], BLOCK=block, num_warps=4, pdl=pdl,
     )  # fmt: skip
     return out

@@ -54,6 +54,13 @@ PK_INLINE vf clamped_swiglu(vf x, vf up, float alpha, float limit) {
     return over_one_and_exp<T>(x, -(x * splat(alpha))) * (up + splat(1.0f));
 }
 
+// The gate of Step 3.5: silu(x), at most `limit`, times `up` within +-limit.
+template <class T>
+PK_INLINE vf bounded_silu(vf x, vf up, float limit) {
+    const vf most = splat(limit);
+    return vmin(silu<T>(x), most) * vmin(vmax(up, -most), most);
+}
+
 // out = act(gate, up) of rows that hold both.
 template <class T, class F>
 void gate_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn, F&& act) {

@@ -180,6 +180,15 @@ PK_FUNCTION(void, pk_clamped_swiglu)(Context* ctx, const void* x, void* out, int
     });
 }
 
+PK_FUNCTION(void, pk_bounded_silu)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, float limit,
+                                   int dtype) {
+    Guard hold(ctx->busy);
+    for_gated_rows(ctx, x, out, rows, ffn, dtype, [&](auto* from, auto* to, int64_t begin, int64_t end) {
+        using T = elem<decltype(to)>;
+        gate_rows(from, to, begin, end, ffn, [&](vf v, vf up) { return bounded_silu<T>(v, up, limit); });
+    });
+}
+
 PK_RECORDABLE(pk_widen)
 PK_RECORDABLE(pk_store_rows)
 PK_RECORDABLE(pk_rms_norm)
@@ -189,3 +198,4 @@ PK_RECORDABLE(pk_norm_rows)
 PK_RECORDABLE(pk_silu_mul)
 PK_RECORDABLE(pk_gelu_mul)
 PK_RECORDABLE(pk_clamped_swiglu)
+PK_RECORDABLE(pk_bounded_silu)
