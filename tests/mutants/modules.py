@@ -47,6 +47,9 @@ MODULES = (
         "penstock/planning/memory.py", ("tests/planning/test_memory_arithmetic.py", "tests/planning/test_memory.py")
     ),
     Module(
+        "penstock/planning/graphs.py", ("tests/planning/test_memory_arithmetic.py", "tests/planning/test_memory.py")
+    ),
+    Module(
         "penstock/planning/deployment.py",
         ("tests/planning/test_deployment_arithmetic.py", "tests/planning/test_deployment.py"),
     ),

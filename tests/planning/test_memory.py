@@ -11,7 +11,7 @@ import torch
 
 from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.rows import RowBank
-from penstock.engine.backends.cuda import graph_memory
+from penstock.engine.backends.cuda import graph_memory, prompt_graphs
 from penstock.engine.backends.cuda.memory import CudaMemory
 from penstock.engine.backends.host_memory import HostMemory
 from penstock.engine.backends.interface import StepLimits
@@ -201,7 +201,10 @@ def test_shares_are_the_engines() -> None:
         assert memory.SHARE_OF_REST[kind] == engine.share_of_rest
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "minimax-m3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "minimax-m3", "hy-v4", "deepseek-v4", "laguna"],
+)
 def test_rows_of_captured_steps_are_those_of_the_engine(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     decoder = make_engine(folder).runner.decoder
@@ -215,6 +218,13 @@ def test_rows_of_captured_steps_are_those_of_the_engine(family: str, tmp_path: P
         assert graphs.REST == graph_memory._REST
         if decoder.captured_context is None or decoder.launched_eagerly or context > decoder.captured_context:
             assert (found - graphs.REST) // size == (expected - graphs.REST) // round(shape.vocab * 2)
+
+
+def test_sizes_of_captured_steps_are_the_engines() -> None:
+    engine = prompt_graphs
+    assert (graphs._TOKENS, graphs._TOKENS_BESIDE) == (engine.TOKENS, engine.TOKENS_BESIDE_DECODES)
+    assert sorted(graphs._DECODES_BESIDE) == sorted((*engine.DECODES, *engine.DECODES_LATER))
+    assert (graphs._PROMPTS, graphs.REST) == (engine.PROMPTS, graph_memory._REST)
 
 
 @pytest.mark.parametrize("settings", [{"kv_memory": 300_000}, {}, {"memory_share": 0.95}, {"max_running": 1}])

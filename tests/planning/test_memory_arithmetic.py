@@ -67,7 +67,12 @@ def test_captured_steps_sample_rows_of_their_own_in_graphs() -> None:
     few = deployed(max_running=4)
     assert captured_rows(few) == 10 + 3 * 8 + (4 + 8)
     assert graph_bytes(few) == REST + 46 * 101 * 2
-    assert captured_rows(deployed(max_running=4, adapter_slots=2)) == 46 + 3 * 10
+    assert captured_rows(deployed(max_running=4, adapter_slots=1)) == 46 + 3 * 10
+    assert captured_rows(deployed(replace(SMALL, mla=MLA), max_running=4)) == 46
+    indexed = replace(MLA, index_heads=1, index_dim=1, indexed=(True,) * 5, q_rank=8)
+    assert captured_rows(deployed(replace(SMALL, mla=indexed), max_running=4)) == 46 + 10, "long contexts apart"
+    many = deployed(max_running=40, speculation=Speculation("ngram", 0.7, depth=3))
+    assert captured_rows(many) == captured_rows(deployed(max_running=64)), "as many drafts as 64 rows have"
     drafts = Speculation("ngram", 0.7, depth=3)
     assert captured_rows(deployed(max_running=4, speculation=drafts)) == 40 + 3 * 8 + (16 + 8)
     assert graph_bytes(deployed(max_running=4, pipeline_parallel=2)) == 0, "stages take turns"
