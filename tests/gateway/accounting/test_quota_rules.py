@@ -41,8 +41,9 @@ def quotas(*tiers: TierConfig, limits: tuple[LimitConfig, ...] = (), price: Pric
 def exchange(user: str = "", batch: bool = False, **caller: Any) -> Any:
     who = Caller(**{"tenant": "acme", "key": "k1", "tier": "free", **caller})
     scope = {BATCH_LINE: ("b", 1)} if batch else {}
+    record = SimpleNamespace(user_id=user)
     return SimpleNamespace(
-        caller=who, record=SimpleNamespace(user_id=user), dialect=OPENAI, scope=scope, extra_headers=[], shadow=False
+        caller=who, record=record, dialect=OPENAI, scope=scope, extra_headers=[], shadow=False, header=lambda name: None
     )
 
 
