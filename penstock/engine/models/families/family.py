@@ -237,6 +237,8 @@ class GGUFFormat:
     """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
     query_heads: bool = False
     """Whether numbers of query heads may differ between layers."""
+    value_heads: bool = False
+    """Whether heads of values have a size of their own, which `config` reads (`attention.value_length`)."""
     window_rotated: bool = False
     """Whether layers with a window rotate a share of each head of their own, which `config` reads
     (`rope.dimension_count_swa`)."""
