@@ -29,6 +29,7 @@ from tests.engine.loading.test_gguf_kimi import assert_alike, logprobs
 from tests.engine.models.test_mimo_v2 import published
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
+from tests.engine.tiny.common import YARN_ROPE
 
 ARCH = "mimo2"
 NAMES = {
@@ -44,9 +45,16 @@ NAMES = {
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
        "lm_head.weight": "output.weight"}  # fmt: skip
+ROPES = {
+    "full_attention": {**YARN_ROPE, "partial_rotary_factor": 0.75},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "published": ("mimo-v2-flash", {"routed_scaling_factor": 1.0}),
-    "further": ("mimo-v2-flash-some-dense", {"attention_bias": False, "norm_topk_prob": True}),
+    "further": (
+        "mimo-v2-flash-some-dense",
+        {"attention_bias": False, "norm_topk_prob": True, "rope_parameters": ROPES},
+    ),
     "windows": ("mimo-v2-flash", {"routed_scaling_factor": None, "layer_types": ["sliding_attention"] * 3}),
 }
 """What llama.cpp computes as transformers does."""
@@ -219,7 +227,7 @@ def test_the_published_model() -> None:
 
 
 def test_quantized_files_run(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "head_dim": 64, "v_head_dim": 32}
+    sizes = {"hidden_size": 64, "head_dim": 96, "v_head_dim": 32}
     folder = write("published", tmp_path, vocab_size=320, spread=0.5, **sizes)
     file = convert(folder, quantized="Q8_0")
     stored = GGUFCheckpoint(file)

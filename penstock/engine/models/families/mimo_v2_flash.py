@@ -188,8 +188,8 @@ def _kv_heads(keys: GGUFKeys, config: HFConfig, local: tuple[bool, ...]) -> int:
     expected = [kv_heads * (_MORE_KV_HEADS if windowed else 1) for windowed in local]
     if left or each != expected:
         raise CheckpointError(
-            f"{keys.architecture}.attention.head_count_kv is {each!r:.80}; supported: layers with a window have "
-            f"{_MORE_KV_HEADS} times the KV heads of others"
+            f"{keys.architecture}.attention.head_count_kv is {each!r:.80}; supported: layers with a window "
+            f"({_PATTERN}) have {_MORE_KV_HEADS} times the KV heads of others"
         )
     return kv_heads
 
