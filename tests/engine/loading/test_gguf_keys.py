@@ -93,6 +93,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "mimo2": {
         **ROUTED, "attention.head_count_kv": [2, 4], "attention.sliding_window": 30, PATTERN: [False, True],
     },
+    "step35": {
+        **ROUTED, "expert_shared_feed_forward_length": 8, "expert_weights_norm": True,
+        "attention.sliding_window": 30, PATTERN: [False, True],
+    },
     "cohere2moe": {
         **ROUTED, "attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30,
     },
@@ -146,6 +150,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 SAYING = {
     "deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1", "cohere2moe", "deepseek32", "glm-dsa", "mistral4",
+    "step35",
 }  # fmt: skip
 """Architectures whose files say that the weights of experts are normalized, where they are."""
 WITH = {
