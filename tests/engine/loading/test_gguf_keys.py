@@ -150,7 +150,6 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 SAYING = {
     "deepseek2", "glm4moe", "nemotron_h_moe", "exaone-moe", "dots1", "cohere2moe", "deepseek32", "glm-dsa", "mistral4",
-    "step35",
 }  # fmt: skip
 """Architectures whose files say that the weights of experts are normalized, where they are."""
 WITH = {

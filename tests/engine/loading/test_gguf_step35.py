@@ -300,7 +300,7 @@ CASES: list[dict[str, Any]] = [
     {"attention.sliding_window": 17},
     {"without": ["rope.freq_base_swa"]},
     {"rope.freq_base_swa": 300.0},
-    {"rope.dimension_count_swa": 12},
+    {"rope.dimension_count_swa": 12, "without": ["rope_freqs.weight"]},
     {"rope.dimension_count": 12, "rope.dimension_count_swa": 8, "without": ["rope_freqs.weight"]},
     {"rope.dimension_count": 12, "without": ["rope_freqs.weight"]},
     {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
@@ -324,9 +324,18 @@ def test_logprobs_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layers_that_draft_change_nothing_in_llama_cpp(tmp_path: Path) -> None:
-    folder = write_mtp("step3.5", tmp_path)
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    file = convert(folder, tokenizer=vocabulary(size))
+    metadata, tensors = described(write_checkpoint("step3.5", tmp_path, vocab_size=320, spread=0.5))
+    hidden = metadata["embedding_length"]
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("blk.2.")}
+    tensors |= {name.replace("blk.2.", "blk.3."): tensor for name, tensor in last.items()}
+    norms = ("enorm", "hnorm", "shared_head_norm")
+    tensors |= {f"blk.3.nextn.{name}.weight": np.ones(hidden, np.float32) for name in norms}
+    tensors["blk.3.nextn.eh_proj.weight"] = np.ones((hidden, 2 * hidden), np.float32)
+    metadata |= {"nextn_predict_layers": 1, "block_count": 4}
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            metadata[key] = [*value, value[-1]]
+    file = write_gguf(tmp_path / "drafting.gguf", prefixed(metadata) | vocabulary(320), tensors)
     theirs = llama_cpp(parts.python("llama-cpp"), file)
     assert theirs is not None, "llama.cpp does not load the file"
     assert_alike(logprobs(file, weights="dense"), theirs, 0.002)

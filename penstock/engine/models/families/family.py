@@ -36,6 +36,8 @@ HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
 NEXTN_KEY = "nextn_predict_layers"
 """Of GGUF files: how many of their layers are for multi-token prediction, behind the others."""
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+"""Of GGUF files: which layers have a window."""
 AXES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 """Keys of GGUF files whose model also takes images: how frequencies are shared out between the axes of positions, which
 are all the same for text, and to how many layers something of an image is added."""
@@ -192,6 +194,15 @@ def drafting_layers(keys: GGUFKeys, config: HFConfig) -> dict[str, int]:
     if further >= layers:
         raise CheckpointError(f"{NEXTN_KEY} is {further} of {layers} layers; the file is damaged")
     return {"num_hidden_layers": layers - further, "num_nextn_predict_layers": further}
+
+
+def local_layers(keys: GGUFKeys, config: HFConfig) -> tuple[bool, ...]:
+    """Whether each layer of a file has a window, where a file must say so."""
+    local = keys.flags(WINDOW_PATTERN, config["num_hidden_layers"])
+    if not config["sliding_window"] or local is None:
+        missing = WINDOW_PATTERN if config["sliding_window"] else "attention.sliding_window"
+        raise CheckpointError(f"{keys.architecture}.{missing} is missing or 0; the file is damaged")
+    return local
 
 
 def short_decimal(value: float) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 from penstock.engine.models.families.family import (
     NEXTN_KEY,
     SILU,
+    WINDOW_PATTERN,
     ConfigFields,
     Family,
     GGUFFormat,
@@ -24,6 +25,7 @@ from penstock.engine.models.families.family import (
     flag,
     integer,
     layer_count,
+    local_layers,
     number,
     window_of,
     windows_by_type,
@@ -53,8 +55,8 @@ _PUBLISHED = frozenset({
     "hybrid_layer_pattern", "layernorm_epsilon", "moe_layer_freq", "partial_rotary_factor", "rope_theta",
     "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_rope_theta", "swa_v_head_dim",
 })  # fmt: skip
-_PATTERN, _VALUE_SCALE = "attention.sliding_window_pattern", "attention.value_scale"
-"""Keys of GGUF files."""
+_VALUE_SCALE = "attention.value_scale"
+"""A key of GGUF files."""
 _STORED_SINKS, _SINKS = "self_attn.attention_sink_bias", "self_attn.sinks"
 
 
@@ -145,15 +147,12 @@ def _check_published(
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     """llama.cpp neither scales what experts give nor leaves their weights as they are, and adds no bias."""
     require_sigmoid(keys)
-    arch, stored = keys.architecture, config["num_hidden_layers"]
-    own = drafting_layers(keys, config)
+    own, local = drafting_layers(keys, config), local_layers(keys, config)
     layers = own["num_hidden_layers"]
-    local = keys.flags(_PATTERN, stored)
-    if not config["sliding_window"] or local is None:
-        missing = _PATTERN if config["sliding_window"] else "attention.sliding_window"
-        raise CheckpointError(f"{arch}.{missing} is missing or 0; the file is damaged")
     if config["attention_bias"]:
-        raise CheckpointError(f"{arch} files with attn_q.bias are not supported: llama.cpp does not add it")
+        raise CheckpointError(
+            f"{keys.architecture} files with attn_q.bias are not supported: llama.cpp does not add it"
+        )
     keys.whole("feed_forward_length", 0)  # the same in all layers
     full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
     ropes = {
@@ -189,7 +188,7 @@ def _kv_heads(keys: GGUFKeys, config: HFConfig, local: tuple[bool, ...]) -> int:
     if left or each != expected:
         raise CheckpointError(
             f"{keys.architecture}.attention.head_count_kv is {each!r:.80}; supported: layers with a window "
-            f"({_PATTERN}) have {_MORE_KV_HEADS} times the KV heads of others"
+            f"({WINDOW_PATTERN}) have {_MORE_KV_HEADS} times the KV heads of others"
         )
     return kv_heads
 
@@ -224,7 +223,7 @@ MIMO_V2_FLASH = Family(
         window_rope=True,
         whole_head_rotated=False,
         reads=frozenset({
-            NEXTN_KEY, _PATTERN, _VALUE_SCALE, "expert_count", "expert_feed_forward_length", "expert_gating_func",
+            NEXTN_KEY, WINDOW_PATTERN, _VALUE_SCALE, "expert_count", "expert_feed_forward_length", "expert_gating_func",
             "expert_group_count", "expert_group_used_count", "expert_used_count",
         }),
         tensors={

@@ -13,23 +13,24 @@ from typing import Any
 
 from penstock.engine.models.families.family import (
     NEXTN_KEY,
+    WINDOW_PATTERN,
     GGUFFormat,
     GGUFKeys,
     HFConfig,
     drafting_layers,
     is_array,
+    local_layers,
     short_decimal,
 )
 from penstock.engine.models.families.sigmoid_experts import SHARED_TENSORS, require_sigmoid
 from penstock.errors import CheckpointError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_PATTERN = "attention.sliding_window_pattern"
 _LOCAL_THETA = 10_000.0
 _NO_BOUND = 1e-6
 """Bounds up to this are none."""
 _READS = frozenset({
-    NEXTN_KEY, _PATTERN, "expert_count", "expert_feed_forward_length", "expert_gating_func",
+    NEXTN_KEY, WINDOW_PATTERN, "expert_count", "expert_feed_forward_length", "expert_gating_func",
     "expert_shared_feed_forward_length", "expert_used_count", "expert_weights_norm", "expert_weights_scale",
     "leading_dense_block_count", "swiglu_clamp_exp", "swiglu_clamp_shexp",
 })  # fmt: skip
@@ -37,16 +38,13 @@ _READS = frozenset({
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     require_sigmoid(keys)
-    arch, stored = keys.architecture, config["num_hidden_layers"]
-    own = drafting_layers(keys, config)
+    own, stored = drafting_layers(keys, config), config["num_hidden_layers"]
     layers = own["num_hidden_layers"]
-    local = keys.flags(_PATTERN, stored)
-    if not config["sliding_window"] or local is None:
-        missing = _PATTERN if config["sliding_window"] else "attention.sliding_window"
-        raise CheckpointError(f"{arch}.{missing} is missing or 0; the file is damaged")
     if config["attention_bias"]:
-        raise CheckpointError(f"{arch} files with attn_q.bias are not supported: llama.cpp does not add it")
-    kinds = [_SLIDING if windowed else _FULL for windowed in local]
+        raise CheckpointError(
+            f"{keys.architecture} files with attn_q.bias are not supported: llama.cpp does not add it"
+        )
+    kinds = [_SLIDING if windowed else _FULL for windowed in local_layers(keys, config)]
     heads = config["num_attention_heads_per_layer"]
     return {
         **own,
@@ -72,8 +70,10 @@ def _routed(keys: GGUFKeys, config: HFConfig, layers: int) -> list[str]:
     routed = config["routed_layers"][:layers]
     dense, found = keys.whole("leading_dense_block_count", 0), [*routed, True].index(True)
     if dense not in (0, found):
-        raise CheckpointError(f"leading_dense_block_count is {dense}; {found} layers come before the first with experts")
-    if any(routed) and keys("expert_weights_norm", False) is not True:
+        raise CheckpointError(
+            f"leading_dense_block_count is {dense}; {found} layers come before the first with experts"
+        )
+    if keys("expert_weights_norm", not any(routed)) is not True:
         raise CheckpointError(f"{keys.architecture}.expert_weights_norm is not true, which is not supported")
     return ["sparse" if own else "dense" for own in routed]
 
