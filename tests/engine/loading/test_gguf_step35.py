@@ -34,7 +34,7 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.tiny import write_checkpoint
-from tests.engine.tiny.common import FULL, LLAMA3_ROPE, SLIDING, YARN_ROPE
+from tests.engine.tiny.common import FULL, SLIDING, YARN_ROPE
 
 ARCH = "step35"
 NAMES = {

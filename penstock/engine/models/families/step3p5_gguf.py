@@ -104,7 +104,7 @@ def _share(rotated: int, dim: int) -> dict[str, float]:
 
 def _bounds(keys: GGUFKeys, name: str, layers: int) -> list[float]:
     """One for each layer, or one for all."""
-    value = keys.metadata.get(f"{keys.architecture}.{name}")
+    value: Any = keys.metadata.get(f"{keys.architecture}.{name}")
     if not is_array(value):
         given = [keys.number(name, 0.0)] * layers
     else:
