@@ -169,8 +169,13 @@ def prefixed(metadata: dict[str, Any]) -> dict[str, Any]:
 def model_of(checkpoint: Any) -> ModelConfig:
     """With the numbers of rotated dimensions instead of the shares that they follow from."""
     model = read_config(checkpoint.config)
-    ropes = (replace(rope, rotated=int(model.head_dim * rope.rotated)) for rope in (model.rope, model.local_rope))
-    return replace(model, rope=next(ropes), local_rope=next(ropes))
+    rope, local = model.rope, model.local_rope
+    assert local is not None
+    return replace(
+        model,
+        rope=replace(rope, rotated=int(model.head_dim * rope.rotated)),
+        local_rope=replace(local, rotated=int(model.head_dim * local.rotated)),
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -227,7 +232,7 @@ def test_the_published_model() -> None:
 
 
 def test_quantized_files_run(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "head_dim": 96, "v_head_dim": 32}
+    sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 96, "v_head_dim": 32}
     folder = write("published", tmp_path, vocab_size=320, spread=0.5, **sizes)
     file = convert(folder, quantized="Q8_0")
     stored = GGUFCheckpoint(file)

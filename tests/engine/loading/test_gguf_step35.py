@@ -225,7 +225,7 @@ def test_the_published_model() -> None:
 
 
 def test_quantized_files_run(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "head_dim": 32}
+    sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 32}
     folder = write_checkpoint("step3.5", tmp_path, vocab_size=320, spread=0.5, **sizes)
     file = convert(folder, quantized="Q8_0")
     stored = GGUFCheckpoint(file)

@@ -105,10 +105,7 @@ def _share(rotated: int, dim: int) -> dict[str, float]:
 def _bounds(keys: GGUFKeys, name: str, layers: int) -> list[float]:
     """One for each layer, or one for all."""
     value: Any = keys.metadata.get(f"{keys.architecture}.{name}")
-    if not is_array(value):
-        given = [keys.number(name, 0.0)] * layers
-    else:
-        given = value.tolist()
+    given = value.tolist() if is_array(value) else [keys.number(name, 0.0)] * layers
     numbers = all(isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one < 1e30 for one in given)
     if len(given) != layers or not numbers:
         raise CheckpointError(
