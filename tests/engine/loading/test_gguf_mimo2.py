@@ -139,9 +139,22 @@ def with_drafting(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> N
     metadata["attention.sliding_window_pattern"] = [*metadata["attention.sliding_window_pattern"], *[1] * DRAFTING]
 
 
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With queries, keys and values in one matrix, as MiMo-V2.5 has them."""
+    parts = ("q", "k", "v")
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    whole = {
+        f"blk.{layer}.attn_qkv.weight": np.concatenate([tensors[f"blk.{layer}.attn_{one}.weight"] for one in parts])
+        for layer in layers
+    }
+    apart = {f"blk.{layer}.attn_{one}.weight" for layer in layers for one in parts}
+    return {name: tensor for name, tensor in tensors.items() if name not in apart} | whole
+
+
 def convert(
     folder: Path,
     *,
+    fuse: bool = False,
     drafting: bool = False,
     quantized: str = "",
     tokenizer: dict[str, Any] | None = None,
@@ -150,6 +163,7 @@ def convert(
 ) -> Path:
     """`quantized`: the type of all matrices but routers."""
     metadata, tensors = described(folder)
+    tensors = fused(tensors) if fuse else tensors
     if drafting:
         with_drafting(metadata, tensors)
     metadata = {key: value for key, value in (metadata | changed).items() if key != without}
@@ -190,6 +204,20 @@ def test_the_file_gives_the_tokens_of_the_folder(name: str, tmp_path: Path) -> N
     assert generate(make_engine(file), REQUEST) == expected
     with threaded_engine(file, 2, 2) as engine:
         assert generate(engine, REQUEST) == expected
+
+
+@pytest.mark.parametrize("kind", ["", "Q8_0"])
+def test_queries_keys_and_values_may_be_one_matrix(kind: str, tmp_path: Path) -> None:
+    folder = write("published", tmp_path)
+    apart = convert(folder, quantized=kind).rename(tmp_path / "apart.gguf")
+    one, three = GGUFCheckpoint(convert(folder, quantized=kind, fuse=True)), GGUFCheckpoint(apart)
+    assert set(one.names()) == set(three.names())
+    assert all(torch.equal(one.tensor(tensor), three.tensor(tensor)) for tensor in three.names())
+    assert generate(make_engine(one.file.path), REQUEST) == generate(make_engine(apart), REQUEST)
+    if kind:
+        assert one.groups("model.layers.1.self_attn.v_proj.weight") is not None
+    with pytest.raises(CheckpointError, match=r"attn_qkv\.weight has 176 rows, not the 184 of its heads"):
+        open_checkpoint(convert(folder, fuse=True, **{"attention.value_length": 20}))
 
 
 def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
@@ -303,6 +331,7 @@ CASES: list[dict[str, Any]] = [
     {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
     {"expert_group_count": 4, "expert_group_used_count": 2},
     {"drafting": True},
+    {"fuse": True},
 ]
 
 

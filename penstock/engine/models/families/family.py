@@ -250,6 +250,9 @@ class GGUFFormat:
     """Whether numbers of query heads may differ between layers."""
     value_heads: bool = False
     """Whether heads of values have a size of their own, which `config` reads (`attention.value_length`)."""
+    fused_rows: Callable[[HFConfig, int], tuple[int, ...]] | None = None
+    """For files that may have queries, keys and values of a layer in one matrix, where checkpoints have three: how many
+    rows each of them has."""
     window_rotated: bool = False
     """Whether layers with a window rotate a share of each head of their own, which `config` reads
     (`rope.dimension_count_swa`)."""

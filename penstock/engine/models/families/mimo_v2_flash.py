@@ -193,6 +193,13 @@ def _kv_heads(keys: GGUFKeys, config: HFConfig, local: tuple[bool, ...]) -> int:
     return kv_heads
 
 
+def _fused_rows(config: HFConfig, layer: int) -> tuple[int, ...]:
+    windowed = config["layer_types"][layer] == _SLIDING
+    kv_heads = config["num_key_value_heads"] * (_MORE_KV_HEADS if windowed else 1)
+    dim = config["head_dim"]
+    return config["num_attention_heads"] * dim, kv_heads * dim, kv_heads * config["v_head_dim"]
+
+
 def _own_name(name: str) -> str:
     return name.replace(_STORED_SINKS, _SINKS)
 
@@ -220,6 +227,7 @@ MIMO_V2_FLASH = Family(
         config=_from_gguf,
         layer_sizes=True,
         value_heads=True,
+        fused_rows=_fused_rows,
         window_rope=True,
         whole_head_rotated=False,
         reads=frozenset({
