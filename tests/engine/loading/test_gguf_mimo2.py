@@ -142,7 +142,7 @@ def with_drafting(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> N
 def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """With queries, keys and values in one matrix, as MiMo-V2.5 has them."""
     parts = ("q", "k", "v")
-    layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    layers = sorted({name.split(".")[1] for name in tensors if name.startswith("blk.")})
     whole = {
         f"blk.{layer}.attn_qkv.weight": np.concatenate([tensors[f"blk.{layer}.attn_{one}.weight"] for one in parts])
         for layer in layers
