@@ -163,10 +163,14 @@ def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any], format: GGUF
     """Sizes that the format can give separately, and that are one here."""
     head_dim, theta = config["head_dim"], config["rope_theta"]
     rotated = key.whole("rope.dimension_count", head_dim) or head_dim
-    alike = () if format.own_head_sizes else ("attention.value_length",)
-    windowed = () if format.window_heads else ("attention.key_length_swa", "attention.value_length_swa")
-    for name in (*alike, *windowed):
-        require_same(where, key, name, head_dim)
+    value_dim = head_dim
+    if format.value_heads:
+        value_dim = key.whole("attention.value_length", 0) or config["hidden_size"] // config["num_attention_heads"]
+    elif not format.own_head_sizes:
+        require_same(where, key, "attention.value_length", head_dim)
+    if not format.window_heads:
+        require_same(where, key, "attention.key_length_swa", head_dim)
+        require_same(where, key, "attention.value_length_swa", value_dim)
     require_same(where, key, "embedding_length_out", config["hidden_size"])
     if not format.window_heads and not format.window_rotated:
         require_same(where, key, "rope.dimension_count_swa", rotated)

@@ -3,14 +3,14 @@
 Names follow from the family's descriptor (`models.families`). Four conversions are undone: GGUF files store the query
 and key rows of some families in interleaved rotary order, stack the experts of a layer into one tensor, add the
 family's offset to norm weights, and keep what makes keys and what makes values of latents apart. Gate and up of stacked
-experts may be one stack, and single numbers of layers may stand in the metadata.
+experts may be one stack, queries, keys and values one matrix, and single numbers of layers may stand in the metadata.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,14 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             for expert, half in product(range(info.shape[0]), range(2)):
                 target = f"{family.names.moe}experts.{expert}.{names.expert_gate_up[half]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert, half=half)
+        elif part == "attn_qkv" and family.gguf.fused_rows and int(layer) < config["num_hidden_layers"]:
+            ends = np.cumsum((0, *family.gguf.fused_rows(config, int(layer))))
+            if info.shape[0] != ends[-1]:
+                raise CheckpointError(
+                    f"the GGUF tensor {name} has {info.shape[0]} rows, not the {ends[-1]} of its heads"
+                )
+            for ours, (start, end) in zip(names.qkv, pairwise(ends), strict=True):
+                found[f"{prefix}.{names.attention}{ours}.{suffix}"] = Origin(name, rows=np.arange(start, end))
         elif part in of_layer_names:
             heads = interleaved.get(part, 0)
             found[f"{prefix}.{of_layer_names[part]}.{suffix}"] = Origin(

@@ -27,12 +27,16 @@ _WITH_DIVISORS = (
     "apertus",
     "minicpm3",
     "granite_swa",
+    "step35",
 )
 """Architectures whose files may hold divisors of frequencies."""
 _DEEPSEEK_YARN = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
 """Architectures in which yarn scales scores; see `_deepseek_magnitudes`."""
 _GROWING = ("mistral3", "mistral4")
 """Architectures whose queries may grow with their position."""
+_HALVED = ("step35",)
+"""Architectures of which layers that see everything rotate half of the dimensions that a file gives. Divisors behind
+those of these layers are not read."""
 _NOTHING_LEFT = 1e29
 """Divided by this and more, no position turns a pair of dimensions."""
 
@@ -55,7 +59,8 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
     original = key.whole("rope.scaling.original_context_length", 0) or config["max_position_embeddings"]
     if key.architecture not in _GROWING and key.number("attention.temperature_scale", 0.0) != 0.0:
         raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
-    divisors = _divisors(file, key)
+    pairs = (key.whole("rope.dimension_count", 0) or config["head_dim"]) // 4 if key.architecture in _HALVED else None
+    divisors = _divisors(file, key, pairs)
     if key.architecture == "gemma4":
         return _proportional(file, divisors, kind, factor, config["head_dim"])
     if kind == "yarn":
@@ -137,8 +142,8 @@ def _magnitude(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _divisors(file: GGUFFile, key: GGUFKeys) -> tuple[list[float], list[float]] | None:
-    """Of each frequency, in short and in long contexts."""
+def _divisors(file: GGUFFile, key: GGUFKeys, pairs: int | None) -> tuple[list[float], list[float]] | None:
+    """Of each frequency, or of the first `pairs`, in short and in long contexts."""
     names = [name for name in ("short", "long") if f"rope_factors_{name}.weight" in file.tensors]
     plain = "rope_freqs.weight" in file.tensors
     if not names and not plain:
@@ -148,9 +153,9 @@ def _divisors(file: GGUFFile, key: GGUFKeys) -> tuple[list[float], list[float]] 
             f"{file.path}: its tensors of rotary factors do not fit together, or not its architecture"
         )
     if plain:
-        factors = file.floats("rope_freqs.weight")
+        factors = file.floats("rope_freqs.weight")[:pairs]
         return factors, factors
-    return file.floats("rope_factors_short.weight"), file.floats("rope_factors_long.weight")
+    return file.floats("rope_factors_short.weight")[:pairs], file.floats("rope_factors_long.weight")[:pairs]
 
 
 def _one_by_one(short: list[float], long: list[float], attention: float, original: int) -> dict[str, Any]:

@@ -128,8 +128,11 @@ ELSEWHERE = {
     "deepseek-v32": "deepseek32",
     "glm-dsa": "glm-dsa",
     "kimi-linear": "kimi-linear",
+    "mimo-v2-flash": "mimo2",
+    "step3.5": "step35",
 }
-"""In `test_gguf_deepseek`, `test_gguf_delta`, `test_gguf_gemma4`, `test_gguf_kimi` and `test_gguf_mamba`."""
+"""In `test_gguf_deepseek`, `test_gguf_delta`, `test_gguf_gemma4`, `test_gguf_kimi`, `test_gguf_mamba`,
+`test_gguf_mimo2` and `test_gguf_step35`."""
 EXPLICIT: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "cohere2-moe": {},

@@ -90,6 +90,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hy_v3": ROUTED,
     "mellum": ROUTED,
     "laguna": {**ROUTED, "attention.sliding_window": 30},
+    "mimo2": {
+        **ROUTED, "attention.head_count_kv": [2, 4], "attention.sliding_window": 30, PATTERN: [False, True],
+    },
+    "step35": {
+        **ROUTED, "expert_shared_feed_forward_length": 8, "expert_weights_norm": True,
+        "attention.sliding_window": 30, PATTERN: [False, True],
+    },
     "cohere2moe": {
         **ROUTED, "attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30,
     },

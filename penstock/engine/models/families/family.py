@@ -36,6 +36,8 @@ HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
 NEXTN_KEY = "nextn_predict_layers"
 """Of GGUF files: how many of their layers are for multi-token prediction, behind the others."""
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+"""Of GGUF files: which layers have a window."""
 AXES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 """Keys of GGUF files whose model also takes images: how frequencies are shared out between the axes of positions, which
 are all the same for text, and to how many layers something of an image is added."""
@@ -194,6 +196,15 @@ def drafting_layers(keys: GGUFKeys, config: HFConfig) -> dict[str, int]:
     return {"num_hidden_layers": layers - further, "num_nextn_predict_layers": further}
 
 
+def local_layers(keys: GGUFKeys, config: HFConfig) -> tuple[bool, ...]:
+    """Whether each layer of a file has a window, where a file must say so."""
+    local = keys.flags(WINDOW_PATTERN, config["num_hidden_layers"])
+    if not config["sliding_window"] or local is None:
+        missing = WINDOW_PATTERN if config["sliding_window"] else "attention.sliding_window"
+        raise CheckpointError(f"{keys.architecture}.{missing} is missing or 0; the file is damaged")
+    return local
+
+
 def short_decimal(value: float) -> float:
     """The decimal that was rounded to float32 when a GGUF file was written (1e-5, not 9.9999997e-06)."""
     return float(f"{value:.7g}")
@@ -237,6 +248,11 @@ class GGUFFormat:
     """Whether layers with a window have heads of their own size, which `config` reads (`attention.key_length_swa`)."""
     query_heads: bool = False
     """Whether numbers of query heads may differ between layers."""
+    value_heads: bool = False
+    """Whether heads of values have a size of their own, which `config` reads (`attention.value_length`)."""
+    fused_rows: Callable[[HFConfig, int], tuple[int, ...]] | None = None
+    """For files that may have queries, keys and values of a layer in one matrix, where checkpoints have three: how many
+    rows each of them has."""
     window_rotated: bool = False
     """Whether layers with a window rotate a share of each head of their own, which `config` reads
     (`rope.dimension_count_swa`)."""

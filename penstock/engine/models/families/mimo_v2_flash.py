@@ -12,20 +12,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import (
+    NEXTN_KEY,
     SILU,
+    WINDOW_PATTERN,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     Windows,
+    drafting_layers,
     flag,
     integer,
     layer_count,
+    local_layers,
     number,
     window_of,
     windows_by_type,
 )
-from penstock.engine.models.families.sigmoid_experts import CORRECTED_KEYS, corrected_sigmoids, sparse_by_type
+from penstock.engine.models.families.sigmoid_experts import (
+    CORRECTED_KEYS,
+    corrected_sigmoids,
+    require_sigmoid,
+    sparse_by_type,
+)
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 
@@ -45,6 +55,8 @@ _PUBLISHED = frozenset({
     "hybrid_layer_pattern", "layernorm_epsilon", "moe_layer_freq", "partial_rotary_factor", "rope_theta",
     "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_rope_theta", "swa_v_head_dim",
 })  # fmt: skip
+_VALUE_SCALE = "attention.value_scale"
+"""A key of GGUF files."""
 _STORED_SINKS, _SINKS = "self_attn.attention_sink_bias", "self_attn.sinks"
 
 
@@ -132,6 +144,62 @@ def _check_published(
             )
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """llama.cpp neither scales what experts give nor leaves their weights as they are, and adds no bias."""
+    require_sigmoid(keys)
+    own, local = drafting_layers(keys, config), local_layers(keys, config)
+    layers = own["num_hidden_layers"]
+    if config["attention_bias"]:
+        raise CheckpointError(
+            f"{keys.architecture} files with attn_q.bias are not supported: llama.cpp does not add it"
+        )
+    keys.whole("feed_forward_length", 0)  # the same in all layers
+    full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
+    ropes = {
+        _FULL: full,
+        _SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", _LEFT_OUT_THETA)},
+    }
+    share = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+    return {
+        **own,
+        "num_key_value_heads": _kv_heads(keys, config, local[:layers]),
+        "v_head_dim": keys.whole("attention.value_length", 0) or config["hidden_size"] // config["num_attention_heads"],
+        "attention_value_scale": keys.number(_VALUE_SCALE, 0.0) or 1.0,
+        "layer_types": [_SLIDING if windowed else _FULL for windowed in local[:layers]],
+        "mlp_layer_types": ["sparse" if routed else "dense" for routed in config["routed_layers"][:layers]],
+        "n_routed_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", 0),
+        "n_group": keys.whole("expert_group_count", 0) or 1,
+        "topk_group": keys.whole("expert_group_used_count", 0) or 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "rope_scaling": None,
+        "rope_parameters": {kind: {**rope, **share} for kind, rope in ropes.items()},
+    }
+
+
+def _kv_heads(keys: GGUFKeys, config: HFConfig, local: tuple[bool, ...]) -> int:
+    """Of layers that see everything."""
+    given = keys.each("attention.head_count_kv", config["num_hidden_layers"])
+    each = [own or config["num_attention_heads"] for own in given[: len(local)]]
+    kv_heads, left = divmod(each[0], _MORE_KV_HEADS if local[0] else 1)
+    expected = [kv_heads * (_MORE_KV_HEADS if windowed else 1) for windowed in local]
+    if left or each != expected:
+        raise CheckpointError(
+            f"{keys.architecture}.attention.head_count_kv is {each!r:.80}; supported: layers with a window "
+            f"({WINDOW_PATTERN}) have {_MORE_KV_HEADS} times the KV heads of others"
+        )
+    return kv_heads
+
+
+def _fused_rows(config: HFConfig, layer: int) -> tuple[int, ...]:
+    windowed = config["layer_types"][layer] == _SLIDING
+    kv_heads = config["num_key_value_heads"] * (_MORE_KV_HEADS if windowed else 1)
+    dim = config["head_dim"]
+    return config["num_attention_heads"] * dim, kv_heads * dim, kv_heads * config["v_head_dim"]
+
+
 def _own_name(name: str) -> str:
     return name.replace(_STORED_SINKS, _SINKS)
 
@@ -144,7 +212,7 @@ MIMO_V2_FLASH = Family(
     | _PUBLISHED
     | {
         "attention_bias", "attention_chunk_size", "attention_value_scale", "mlp_layer_types", "n_routed_experts",
-        "num_local_experts", "sliding_window", "sliding_window_size", "v_head_dim",
+        "num_local_experts", "num_nextn_predict_layers", "sliding_window", "sliding_window_size", "v_head_dim",
     },
     limits={
         "hidden_act": SILU,
@@ -154,6 +222,23 @@ MIMO_V2_FLASH = Family(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("mimo2",),
+        config=_from_gguf,
+        layer_sizes=True,
+        value_heads=True,
+        fused_rows=_fused_rows,
+        window_rope=True,
+        whole_head_rotated=False,
+        reads=frozenset({
+            NEXTN_KEY, WINDOW_PATTERN, _VALUE_SCALE, "expert_count", "expert_feed_forward_length", "expert_gating_func",
+            "expert_group_count", "expert_group_used_count", "expert_used_count",
+        }),
+        tensors={
+            "attn_sinks.weight": "self_attn.sinks",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "layer_output_norm": "final_layernorm",
+        },
+    ),
     own_name=_own_name,
 )  # fmt: skip

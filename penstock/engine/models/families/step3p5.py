@@ -16,7 +16,6 @@ from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
     Family,
-    GGUFFormat,
     HFConfig,
     Windows,
     count,
@@ -29,6 +28,7 @@ from penstock.engine.models.families.family import (
     windows_by_type,
 )
 from penstock.engine.models.families.sigmoid_experts import sparse_by_type
+from penstock.engine.models.families.step3p5_gguf import FORMAT
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.rope import RopeConfig, read_rope
@@ -263,6 +263,6 @@ STEP3P5 = Family(
     },
     norm_offset=1.0,
     names=TensorNames(output_gate="g_proj", expert_stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
-    gguf=GGUFFormat(architectures=()),
+    gguf=FORMAT,
     own_name=_own_name,
 )  # fmt: skip
