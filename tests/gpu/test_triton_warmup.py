@@ -20,6 +20,8 @@ from tests.engine.harness import make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 LIMITS = StepLimits(4, 64, 256, 16)
+SHORT = StepLimits(4, 299, 64, 16)
+"""Of an engine whose steps have more tokens than a context."""
 FAMILIES = (
     "gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe", "qwen4-exp", "hrm-text", "glm-dsa", "axk2",
     "hy-v4", "hy-v4-some-dense", "mimo-v2-flash", "laguna", "minimax-m3", "step3.5",
@@ -31,7 +33,7 @@ def test_layers_run_alone_whatever_they_share_with_others() -> None:
     """Keys and values of another layer, vectors of the token, states, two mixers; the CPU's operations will do."""
     if MODE == "compile":
         return
-    tables = torch.zeros(5, 16, dtype=torch.int32)
+    tables, few = torch.zeros(5, 16, dtype=torch.int32), torch.zeros(5, 4, dtype=torch.int32)
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             decoder = make_engine(write_checkpoint(family, Path(folder)), num_blocks=40).runner.decoder
@@ -42,6 +44,8 @@ def test_layers_run_alone_whatever_they_share_with_others() -> None:
                 for decodes, prompts in STEPS:
                     made = _forward(alone, cache, tables, LIMITS, decodes, prompts)
                     assert made.shape == (decodes + sum(prompts), decoder.config.hidden_size), family
+                for decodes in (0, 1):
+                    assert len(_forward(alone, cache, few, SHORT, decodes, [299])) == decodes + 299, family
                 if decoder.captured_context is not None:
                     made = _forward(alone, cache, tables, LIMITS, 2, [17], longest=LIMITS.max_context)
                     assert len(made) == 19, family

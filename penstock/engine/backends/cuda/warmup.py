@@ -217,9 +217,15 @@ def _forward(
     longest: int | None = None,
 ) -> Tensor:
     """`longest`: as if some context were so long."""
-    batch = _batch(decodes, prompts, tables, limits)
+    batch = _batch(decodes, _possible(prompts, limits), tables, limits)
     batch.longest = longest
     return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
+
+
+def _possible(prompts: list[int], limits: StepLimits) -> list[int]:
+    """As many tokens in prompts that have room in a context: what runs beside kernels looks its blocks up."""
+    most = limits.max_context
+    return [min(most, count - begin) for count in prompts for begin in range(0, count, most)]
 
 
 def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits) -> AttentionBatch:
