@@ -13,11 +13,17 @@ from gpu_harness import DEVICE, MODE
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.backends.cuda.warmup import _batch, _cache_of, _forward  # noqa: E402
+from penstock.engine.adapters.kernel import AdaptedLinear  # noqa: E402
+from penstock.engine.adapters.layout import PlacedSite  # noqa: E402
+from penstock.engine.adapters.runtime import AdaptedModel  # noqa: E402
+from penstock.engine.backends.cuda.warmup import _batch, _cache_of, _forward, _one_layer_each  # noqa: E402
 from penstock.engine.backends.interface import StepLimits  # noqa: E402
 from penstock.engine.backends.reference.segments import waves_of  # noqa: E402
+from penstock.engine.models.decoder import Decoder  # noqa: E402
 from tests.engine.harness import make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 LIMITS = StepLimits(4, 64, 256, 16)
 SHORT = StepLimits(4, 299, 64, 16)
@@ -59,3 +65,33 @@ def test_steps_are_cut_into_their_runs() -> None:
         singles = [] if wave.singles is None else [(at, at + 1) for at in wave.singles.at.tolist()]
         ends = list(itertools.accumulate([1] * decodes + prompts))
         assert singles + [(run.begin, run.end) for run in wave.runs] == list(zip([0, *ends], ends, strict=False))
+
+
+def test_adapters_are_visited_in_layers_of_every_kind() -> None:
+    """Experts, delta nets, and heads of other sizes, which layers between the first and the last one may have alone."""
+    if MODE == "compile":
+        return
+    for family in ("llama-gqa", "qwen3-next", "hrm-text", "hy-v4-some-dense", "laguna", "minimax-m3", "step3.5"):
+        changes = {"layer_types": [FULL, SLIDING, FULL]} if family == "step3.5" else {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_checkpoint(family, Path(folder), **changes)
+            runtime = make_engine(path, num_blocks=40, adapter_slots=1).runner.adapters
+        assert runtime is not None
+        model = runtime.model
+        wanted = {site_shape(placed) for decoder in decoders_of(model) for placed in placed_in(decoder)}
+        visited = [placed for decoder in _one_layer_each(model) for placed in placed_in(decoder)]
+        assert {site_shape(placed) for placed in visited} == wanted, family
+
+
+def decoders_of(model: AdaptedModel) -> list[Decoder]:
+    return [model.decoder] if model.further is None else [model.decoder, model.further]
+
+
+def placed_in(decoder: Decoder) -> list[PlacedSite]:
+    """Where adapters are added to the linears of attention."""
+    linears = [linear for layer in decoder.layers for linear in layer.mixer.linears]
+    return [linear._placed for linear in linears if isinstance(linear, AdaptedLinear)]
+
+
+def site_shape(placed: PlacedSite) -> tuple[object, ...]:
+    return placed.site.sizes, placed.site.inputs

@@ -71,20 +71,33 @@ def compile_kernels(
             _visit_ends(adapters, limits, device)
             altered = adapters.with_altered().altered
             if altered is not None and adapters.captures_altered and isinstance(adapters.kernel, TritonLora):
-                for layer in {id(layer): layer for layer in (altered.layers[0], altered.layers[-1])}.values():
+                for layer in _with_all_sites(altered, adapters, further=True):
                     alone = altered.alone(layer)
                     _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits, altered=True)
     return visited
 
 
 def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
-    """Linears are alike in all layers, but for those of experts and delta nets: the first and the last layer have
-    what there is."""
+    """Linears are alike in all layers, but for those of experts, of delta nets, and of attention with other heads."""
     first, further = adapters.decoder, adapters.further
-    layers = [first.layers[0]]
+    layers = _with_all_sites(first, adapters, further=False)
     if further is not None and any(site.further and not site.end for site in adapters.layout.sites):
-        layers += further.layers[0], further.layers[-1]
+        layers += _with_all_sites(further, adapters, further=True)
     return [first.alone(layer) for layer in layers]
+
+
+def _with_all_sites(decoder: Decoder, adapters: AdaptedModel, *, further: bool) -> list[DecoderLayer]:
+    """The first layers that have, between them, every site that some layer has in a mixer of its kind."""
+    layout = adapters.layout
+    sites = [(at, site) for at, site in enumerate(layout.sites) if not site.end and (further or not site.further)]
+    seen: set[object] = set()
+    found = []
+    for number, layer in zip(layout.runs or range(len(decoder.layers)), decoder.layers, strict=True):
+        own = {(type(layer.mixer), at) for at, site in sites if site.is_in(number)}
+        if own - seen:
+            found.append(layer)
+            seen |= own
+    return found
 
 
 def _neighbours(decoder: Decoder) -> Iterator[list[DecoderLayer]]:
