@@ -92,7 +92,7 @@ def test_shards_that_cannot_share_the_heads_that_choose() -> None:
     shape = {"num_key_value_heads": 6, "num_attention_heads": 48, "layer_types": [SPARSE] * 8}
     config = read_config(published(**shape, sparse_attention_config={"sparse_num_index_heads": 2}))
     check_layout(config, 2, 1)
-    with pytest.raises(ConfigError, match="tensor_parallel: 3"):
+    with pytest.raises(ConfigError, match="3 cannot split 48 heads over 6 KV heads with 2 index heads"):
         check_layout(config, 3, 1)
 
 
