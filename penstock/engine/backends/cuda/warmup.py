@@ -22,7 +22,7 @@ from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.grouped import GroupedWeight
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
-from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
+from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits, Xielu
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.kinds import OfLayer
@@ -36,6 +36,8 @@ from penstock.engine.models.layers.sparse_block_attention import SparseBlockAtte
 
 _HELD = ("weight", "scale", "bias", "inner", "parts", "few")
 """Where linears keep what they multiply with."""
+_PARTS = ("feed_forward", "routed", "shared")
+"""The same of feed-forwards that are made of others."""
 
 
 @torch.inference_mode()
@@ -133,9 +135,14 @@ def _kind_of(mixer: TokenMixer) -> object:
 
 
 def _form_of(feed_forward: FeedForward) -> tuple[object, ...]:
-    """The same of feed-forwards."""
-    routed = getattr(feed_forward, "feed_forward", feed_forward)
-    return type(feed_forward), getattr(routed, "form", None)
+    """The same of feed-forwards and their parts. Bounds are compiled in; numbers of Xielu, which layers have of their
+    own, are not."""
+    activation, own = (
+        getattr(feed_forward, "activation", None),
+        (type(feed_forward), getattr(feed_forward, "form", None)),
+    )
+    parts = (getattr(feed_forward, name) for name in _PARTS if hasattr(feed_forward, name))
+    return *own, Xielu if isinstance(activation, Xielu) else activation, *map(_form_of, parts)
 
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
