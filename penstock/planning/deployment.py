@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from penstock.engine.parallel.layout import named_heads
 from penstock.errors import ConfigError
 from penstock.planning.catalogue import Device, PriceKind
 from penstock.planning.numbers import (
@@ -295,10 +296,11 @@ def possible_tensor_parallel(shape: ModelShape) -> list[int]:
 def _check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
     if not splits(shape, tensor):
         possible = ", ".join(map(str, possible_tensor_parallel(shape)))
+        choosing = 0 if shape.sparse_blocks is None else shape.sparse_blocks.heads
+        heads = named_heads((shape.heads, *shape.query_heads), shape.kv_heads, choosing)
         raise ConfigError(
-            f"tensor_parallel: {tensor} cannot split {shape.heads} heads over {shape.kv_heads} KV heads and a "
-            f"feed-forward width of {shape.ffn or (shape.moe.ffn if shape.moe else 0)} evenly; {shape.name} allows "
-            f"{possible}"
+            f"tensor_parallel: {tensor} cannot split {heads} and a feed-forward width of "
+            f"{shape.ffn or (shape.moe.ffn if shape.moe else 0)} evenly; {shape.name} allows {possible}"
         )
     if pipeline > shape.layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {shape.layers} layers of {shape.name}")

@@ -20,6 +20,7 @@ from penstock.engine.backends.cuda.kernels import activation
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.cuda.warmup import _form_of
 from penstock.engine.backends.interface import Activation, BoundedSilu
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -102,6 +103,20 @@ def test_experts_and_the_shared_one_have_bounds_of_their_own() -> None:
                 for weight, expert in zip(weights[token].double(), chosen[token].tolist(), strict=True):
                     want[token] += weight * mlp64(mlps[expert], x[token : token + 1], of_experts or 1e9)[0]
             check(f"{tokens} tokens {dtype} {gates}", got, want, {torch.float32: 1e-4}.get(dtype, 3e-2))
+
+
+def test_layers_with_other_bounds_are_compiled_too() -> None:
+    """Bounds are compiled in: layers that differ in nothing else launch kernels of their own."""
+    gates: tuple[Activation, ...] = "silu", BoundedSilu(0.7), BoundedSilu(1.6)
+    forms = set()
+    for of_experts, of_shared in product(gates, repeat=2):
+        mlps = [mlp(32, 24, torch.float32, of_experts) for _ in range(2)]
+        router = Router(CudaLinear(rand(2, 32), None), 1, True, "sigmoid")
+        grouped = group(ExpertMlp(ops, router, mlps, ExpertSource(mlps.__getitem__, lambda _: None)))
+        assert grouped is not None
+        forms.add(_form_of(with_shared(grouped, mlp(32, 40, torch.float32, of_shared), None)))
+    assert len(forms) == 9
+    assert len({_form_of(mlp(32, 40, torch.float32, gate)) for gate in gates}) == 3
 
 
 def test_engines_equal_the_cpu() -> None:

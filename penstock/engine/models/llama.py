@@ -171,7 +171,8 @@ def compose_attention(context: LayerContext) -> Attention:
     elif stage is not None and (whole := stage.first + context.index) in dict(stage.leaves.keys):
         make = partial(LeavingAttention, step=StepKeys(whole))
     return make(
-        ops=context.inner,
+        # Gates that stay dense read what projections read, as plain numbers.
+        ops=read.backend.ops if config.output_gate and config.gates_by_head else context.inner,
         attention_ops=read.backend.ops,
         qkv=read.linear(prefix, qkv, hidden, config.qkv_bias, fused=names.fused_qkv),
         output=read.linear(prefix, {names.output: hidden}, config.attended_in(context.index), config.output_bias),

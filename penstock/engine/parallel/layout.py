@@ -74,9 +74,11 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
     # What the library runs is divided as far as that goes (`models.transformers.shards`).
     if not data and not model.by_transformers and not splits(model, tensor):
         possible = [size for size in range(1, model.num_heads + 1) if splits(model, size)]
+        choosing = 0 if model.sparse_blocks is None else model.sparse_blocks.heads
+        heads = named_heads((model.num_heads, *model.query_heads), model.num_kv_heads, choosing)
         raise ConfigError(
-            f"tensor_parallel: {tensor} cannot split {model.num_heads} heads over {model.num_kv_heads} KV heads and a "
-            f"feed-forward width of {model.ffn_size} evenly; this model allows {', '.join(map(str, possible))}"
+            f"tensor_parallel: {tensor} cannot split {heads} and a feed-forward width of {model.ffn_size} evenly; this "
+            f"model allows {', '.join(map(str, possible))}"
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
@@ -90,6 +92,12 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             f"pipeline_parallel: {pipeline} stages are more than the {sum(model.stage_starts)} layers with an indexer; "
             "the others attend to the tokens that the layer before them chose, so that no stage begins with them"
         )
+
+
+def named_heads(heads: Sequence[int], kv_heads: int, choosing: int) -> str:
+    """What shards cannot divide. `choosing`: heads of indexers that choose for KV heads; 0: there are none."""
+    several = " and ".join(map(str, sorted({*heads}, reverse=True)))
+    return f"{several} heads over {kv_heads} KV heads" + (f" with {choosing} index heads" if choosing else "")
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 
 from penstock.engine.adapters.layout import uncut
 from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.prefixes import read_prefix
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.activation import ClampedSwiglu
 from penstock.engine.backends.interface import SparseBlockLayout
 from penstock.engine.backends.reference.sparse_blocks import _chosen, _members
@@ -22,7 +25,8 @@ from penstock.engine.models.layers.sparse_block_attention import SparseBlockAtte
 from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.layout import Place, check_layout, local_config
 from penstock.errors import CheckpointError, ConfigError
-from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.adapters.files import write_adapter
+from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.models.test_transformers_handover import check
 from tests.engine.tiny import COMMON, FAMILIES, Reference, write_checkpoint
 
@@ -92,7 +96,7 @@ def test_shards_that_cannot_share_the_heads_that_choose() -> None:
     shape = {"num_key_value_heads": 6, "num_attention_heads": 48, "layer_types": [SPARSE] * 8}
     config = read_config(published(**shape, sparse_attention_config={"sparse_num_index_heads": 2}))
     check_layout(config, 2, 1)
-    with pytest.raises(ConfigError, match="tensor_parallel: 3"):
+    with pytest.raises(ConfigError, match="3 cannot split 48 heads over 6 KV heads with 2 index heads"):
         check_layout(config, 3, 1)
 
 
@@ -154,6 +158,18 @@ def test_a_prefix_has_no_index_keys() -> None:
     cut = uncut(layout_of(read_config(published()), experts=False))
     with pytest.raises(CheckpointError, match="choose blocks by keys of their tokens"):
         read_prefix(torch.zeros(4, 8 * 2 * 4 * 128), cut, torch.float32)
+
+
+def test_norms_of_the_indexer_are_not_replaced(tmp_path: Path) -> None:
+    base = write_checkpoint("minimax-m3", tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base, targets=("q_proj",), modules_to_save=["q_norm"])
+    tensors = load_file(folder / "adapter_model.safetensors")
+    norm = "base_model.model.model.layers.1.self_attn.indexer.q_norm.weight"
+    save_file({**tensors, norm: torch.ones(16)}, folder / "adapter_model.safetensors")
+    engine = make_engine(base, adapters=(AdapterSpec("one", str(folder)),))
+    engine.submit(replace(greedy("r", [1, 2, 3], 4), adapter="one"))
+    (delta,) = drain(engine)
+    assert f"cannot apply '{norm}'" in str(delta.error)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_published_configuration() -> None:
     assert (moe.experts, moe.top_k, moe.scale, moe.shared_ffn_size, moe.scoring) == (288, 8, 3.0, 1280, "sigmoid")
     assert (moe.bounds[42:], config.bounds[42:]) == ((0.0, 7.0, 7.0), (0.0, 0.0, 16.0))
     check_layout(config, 32, 4)  # 2 and 3 query heads, and every KV head on several shards
-    with pytest.raises(ConfigError, match="cannot split 96 heads"):
+    with pytest.raises(ConfigError, match="cannot split 96 and 64 heads over 8 KV heads"):
         check_layout(config, 64, 1)  # which do not divide 96
     inside = read_config(
         {"model_type": "step3p7", "text_config": published(model_type="anything"), "vision_config": {}}

@@ -22,7 +22,7 @@ from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.grouped import GroupedWeight
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
-from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
+from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits, Xielu
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.kinds import OfLayer
@@ -36,6 +36,8 @@ from penstock.engine.models.layers.sparse_block_attention import SparseBlockAtte
 
 _HELD = ("weight", "scale", "bias", "inner", "parts", "few")
 """Where linears keep what they multiply with."""
+_PARTS = ("feed_forward", "routed", "shared")
+"""The same of feed-forwards that are made of others."""
 
 
 @torch.inference_mode()
@@ -71,20 +73,33 @@ def compile_kernels(
             _visit_ends(adapters, limits, device)
             altered = adapters.with_altered().altered
             if altered is not None and adapters.captures_altered and isinstance(adapters.kernel, TritonLora):
-                for layer in {id(layer): layer for layer in (altered.layers[0], altered.layers[-1])}.values():
+                for layer in _with_all_sites(altered, adapters, further=True):
                     alone = altered.alone(layer)
                     _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits, altered=True)
     return visited
 
 
 def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
-    """Linears are alike in all layers, but for those of experts and delta nets: the first and the last layer have
-    what there is."""
+    """Linears are alike in all layers, but for those of experts, of delta nets, and of attention with other heads."""
     first, further = adapters.decoder, adapters.further
-    layers = [first.layers[0]]
+    layers = _with_all_sites(first, adapters, further=False)
     if further is not None and any(site.further and not site.end for site in adapters.layout.sites):
-        layers += further.layers[0], further.layers[-1]
+        layers += _with_all_sites(further, adapters, further=True)
     return [first.alone(layer) for layer in layers]
+
+
+def _with_all_sites(decoder: Decoder, adapters: AdaptedModel, *, further: bool) -> list[DecoderLayer]:
+    """The first layers that have, between them, every site that some layer has in a mixer of its kind."""
+    layout = adapters.layout
+    sites = [(at, site) for at, site in enumerate(layout.sites) if not site.end and (further or not site.further)]
+    seen: set[object] = set()
+    found = []
+    for number, layer in zip(layout.runs or range(len(decoder.layers)), decoder.layers, strict=True):
+        own = {(type(layer.mixer), at) for at, site in sites if site.is_in(number)}
+        if own - seen:
+            found.append(layer)
+            seen |= own
+    return found
 
 
 def _neighbours(decoder: Decoder) -> Iterator[list[DecoderLayer]]:
@@ -120,9 +135,14 @@ def _kind_of(mixer: TokenMixer) -> object:
 
 
 def _form_of(feed_forward: FeedForward) -> tuple[object, ...]:
-    """The same of feed-forwards."""
-    routed = getattr(feed_forward, "feed_forward", feed_forward)
-    return type(feed_forward), getattr(routed, "form", None)
+    """The same of feed-forwards and their parts. Bounds are compiled in; numbers of Xielu, which layers have of their
+    own, are not."""
+    activation, own = (
+        getattr(feed_forward, "activation", None),
+        (type(feed_forward), getattr(feed_forward, "form", None)),
+    )
+    parts = (getattr(feed_forward, name) for name in _PARTS if hasattr(feed_forward, name))
+    return *own, Xielu if isinstance(activation, Xielu) else activation, *map(_form_of, parts)
 
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
@@ -217,9 +237,15 @@ def _forward(
     longest: int | None = None,
 ) -> Tensor:
     """`longest`: as if some context were so long."""
-    batch = _batch(decodes, prompts, tables, limits)
+    batch = _batch(decodes, _possible(prompts, limits), tables, limits)
     batch.longest = longest
     return decoder.forward(torch.zeros_like(batch.positions), batch, kv)
+
+
+def _possible(prompts: list[int], limits: StepLimits) -> list[int]:
+    """As many tokens in prompts that have room in a context: what runs beside kernels looks its blocks up."""
+    most = limits.max_context
+    return [min(most, count - begin) for count in prompts for begin in range(0, count, most)]
 
 
 def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits) -> AttentionBatch:
