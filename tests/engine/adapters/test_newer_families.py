@@ -26,6 +26,8 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5")
+SOME = [pytest.param(family, marks=() if family == "step3.5" else pytest.mark.slow) for family in FAMILIES]
+"""In the quick suite one of them."""
 GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3)}
 EVERY: dict[str, list[str]] = {
     "axk2": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
@@ -58,7 +60,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ends": ("LoraConfig", {**LORA, "target_modules": ["embed_tokens", "lm_head", "o_proj"]}),
 }  # fmt: skip
 CASES = [
-    pytest.param(family, kind, marks=() if kind in ("lora", "dora") else pytest.mark.slow)
+    pytest.param(
+        family, kind, marks=() if kind == "lora" or (family, kind) == ("step3.5", "dora") else pytest.mark.slow
+    )
     for family in FAMILIES
     for kind in KINDS
     if family != "hrm-text" or kind not in ("experts", "norms")
@@ -111,7 +115,7 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, kind: str) ->
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_in_company_and_deterministic(tmp_path: Path, family: str) -> None:
     """Several adapters and the base in one batch, chunks, preemption, a slot too few, n-grams."""
     base = write_checkpoint(family, tmp_path / "base")
@@ -134,7 +138,7 @@ def test_in_company_and_deterministic(tmp_path: Path, family: str) -> None:
         pytest.param("ends", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
     base, grid = write_checkpoint(family, tmp_path / "base"), GRIDS[family]
     kind = "experts" if kind == "lora" and family != "hrm-text" else kind
@@ -157,7 +161,7 @@ def test_ranks_that_share_otherwise_give_the_same(tmp_path: Path, family: str, s
 
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_on_quantized_weights(tmp_path: Path, family: str, weights: str) -> None:
     base = write_checkpoint(family, tmp_path / "base")
     trained(base, tmp_path / "tuned", family, "lora")
