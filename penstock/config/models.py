@@ -82,6 +82,10 @@ class ModelConfig:
         doc="KV cache format: full (dtype), or half the size: int8 (a scale per token and head), fp8. "
         "auto: int8 on CPUs with AMX and on x86 CPUs without bfloat16, full elsewhere.",
     )
+    fp8_attention: bool = setting(
+        False, doc="With kv_dtype: fp8, prompts of 512 tokens and more attend in FP8 too: about a fifth faster, less "
+        "exact; on H100, H200 and the like, for models with heads of 128."
+    )  # fmt: skip
     replicas: int = setting(
         1, doc="Engine processes that serve this model, each with its own weights.", least=1, most=256
     )

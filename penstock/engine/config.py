@@ -64,6 +64,9 @@ class EngineConfig:
     """`full`: the cache holds numbers of `dtype`. `int8`: one byte, with a scale per token and head. `fp8`: one byte,
     with a scale per head from the checkpoint, or none. `auto`: `int8` on CPUs whose matrix tiles multiply it as it is,
     which takes about half of attention's time away; `full` elsewhere."""
+    fp8_attention: bool = False
+    """Attention of long prompts multiplies an `fp8` cache in FP8, queries and probabilities too: faster and less exact.
+    Of GPUs with kernels for it, and heads of 128."""
     host_memory: int = 0
     """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
     host_idle_s: float = 30.0

@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,34 @@ def test_a_prefix_is_gathered() -> None:
                                 compare_gathered(case, cache, scale, got, room.bases.tolist(), first, some)
 
 
+def test_a_prefix_is_gathered_for_products_of_fp8() -> None:
+    """Keys as they are kept; values transposed by tile, in an order of tokens in which each appears once."""
+    queries = [1, 3, 20, 2] if QUICK else [1, 3, 200, 2, 17]
+    contexts = [9, 127, 20, 130] if QUICK else [9, 128, 200, 1300, 129]
+    tile = gathered_prefix.TILE
+    order = torch.tensor([at & ~15 | (at >> 1 & 1) * 8 | (at >> 2 & 3) * 2 | at & 1 for at in range(tile)])
+    assert sorted(order.tolist()) == list(range(tile))
+    case = build(queries, contexts, layout(3, 3, 32 if QUICK else 128), torch.bfloat16, FP8)
+    decodes = case.batch.num_decodes
+    with poisoned_outputs(), checked_addresses(gathered_prefix):
+        room = gathered_prefix.make_room(case.layout, case.batch, FP8, 2)
+        for first, some in ((0, 2), (2, 1)):
+            gathered_prefix.gather(room, first, some, case.batch, case.k_cache, case.v_cache, case.scales)
+            if MODE == "compile":
+                continue
+            prompts = zip(room.bases.tolist(), case.batch.rows[decodes:].tolist(), case.contexts[decodes:], strict=True)
+            for base, row, context in prompts:
+                blocks = case.batch.block_tables[row][: -(-context // BLOCK)]
+                keys = dense64(case.k_cache, None, blocks, context)[first : first + some]
+                check_equal("gathered keys", room.k[:some, base : base + context].double(), keys)
+                tiles = -(-context // tile)
+                values = torch.zeros((some, tiles * tile, keys.shape[2]), dtype=torch.float64, device=keys.device)
+                values[:, :context] = dense64(case.v_cache, None, blocks, context)[first : first + some]
+                values = values.unflatten(1, (tiles, tile))[:, :, order.to(keys.device)].transpose(2, 3)
+                got = room.v[:some, base : base + tiles * tile].reshape(values.shape)
+                check_equal("gathered values", got.double(), values)
+
+
 def compare_gathered(
     case: Case,
     cache: torch.Tensor,
@@ -127,6 +156,30 @@ def test_prefill_on_hopper_over_a_quantized_cache() -> None:
                         first = case.batch.num_decodes
                         name = f"hopper {kv_dtype} {heads}/{kv_heads} {contexts} {dtype}, {turns} turns"
                         check(name, out[first:], attention64(case)[first:], 1e-2)
+
+
+def test_prefill_on_hopper_in_fp8() -> None:
+    """Products of FP8 over an FP8 cache; as exact over 70,000 tokens as over a few."""
+    if QUICK:  # the interpreter does not know Gluon
+        return
+    batches = [([1, 70], [40, 70]), ([128], [256]), ([1, 17, 300, 500], [5, 1017, 5000, 900]), ([33, 65], [33, 127])]
+    for heads, kv_heads in ((32, 8), (28, 4), (9, 3), (32, 1)):
+        for queries, contexts in [*batches, ([40], [70_000])]:
+            for dtype in (torch.bfloat16, torch.float16):
+                case = build(queries, contexts, layout(heads, kv_heads, 128), dtype, FP8)
+                for turns in {1, min(3, kv_heads)}:
+                    out = poison_(torch.empty_like(case.q.flatten(1)))
+                    with gathered_in(turns, case), poisoned_outputs():
+                        hopper_prefill.prefill_attention(
+                            case.q, case.layout, case.batch, case.k_cache, case.v_cache, out, case.scales, fp8=True
+                        )
+                    if MODE != "compile":
+                        first = case.batch.num_decodes
+                        want = attention64(case)[first:]
+                        error = float((out[first:].double() - want).norm() / want.norm())
+                        name = f"hopper fp8 {heads}/{kv_heads} {contexts} {dtype}, {turns} turns"
+                        print(f"    {name}: {error:.4f} of the norm")
+                        assert error < 0.08, name
 
 
 @contextlib.contextmanager
@@ -237,6 +290,11 @@ def test_long_prompts_of_an_engine() -> None:
                 f"    {kv_dtype}: log-probabilities differ by {difference.mean():.4f}, at most {difference.max():.3f}"
             )
             assert not with_hopper.isnan().any() and float(difference.mean()) < 0.02
+        exact, _ = _prompt_logprobs(path, "fp8", prompt, hopper=True)
+        in_fp8, some = _prompt_logprobs(path, "fp8", prompt, hopper=True, fp8_attention=True)
+        difference = (in_fp8 - exact).abs()
+        print(f"    attention in FP8: they differ by {difference.mean():.4f}, at most {difference.max():.3f}")
+        assert some and not in_fp8.isnan().any() and 0 < float(difference.mean()) < 0.02
         with least_reuse(math.inf):
             paged, none = _prompt_logprobs(path, "auto", prompt, hopper=True)
         with least_reuse(1024):
@@ -294,11 +352,12 @@ def _checkpoint(folder: Path, max_position_embeddings: int = 32768) -> Path:
     )
 
 
-def _prompt_logprobs(path: Path, kv_dtype: str, prompt: list[int], *, hopper: bool) -> tuple[torch.Tensor, int]:
+def _prompt_logprobs(
+    path: Path, kv_dtype: str, prompt: list[int], *, hopper: bool, **settings: Any
+) -> tuple[torch.Tensor, int]:
     """Of every token but the first; and how often keys were gathered."""
-    engine = make_engine(
-        path, device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, max_running=4, token_budget=3000, kv_memory=96 << 20
-    )
+    settings |= {"kv_dtype": kv_dtype, "max_running": 4, "token_budget": 3000, "kv_memory": 96 << 20}
+    engine = make_engine(path, device="cuda", dtype="bfloat16", **settings)
     attention = engine.runner.decoder.layers[0].mixer.attention_ops
     if not hopper:
         attention.hopper_prefill = None
@@ -340,6 +399,13 @@ def bench_prefill_over_quantized_caches() -> Iterator[Row]:
             yield arithmetic(name, us, prefill_flops(case))
             if kv == torch.bfloat16:
                 continue
+            if kv == FP8:
+                out = torch.empty_like(case.q)
+                us = time_us(
+                    [lambda c=call, o=out, k=case: hopper_prefill.prefill_attention(*c, o, k.scales, fp8=True)],
+                    repeats=5,
+                )
+                yield arithmetic(f"{name}, products of FP8", us, prefill_flops(case))
             tile, out = prefill.choose(length, length + prefix, 4, 128, 2), torch.empty_like(case.q)
             us = time_us(
                 [lambda c=call, o=out, t=tile, k=case: prefill.prefill_attention(*c, o, t, k.scales)], repeats=3

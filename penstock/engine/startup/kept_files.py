@@ -116,6 +116,7 @@ def identify(config: EngineConfig, part: Part) -> Identity:
         f"form of weights: {config.weights}, activations {config.activations}",
         f"dtype: {str(pick_dtype(config.dtype, part.kv.device)).removeprefix('torch.')}",
         f"KV dtype: {str(part.kv_dtype).removeprefix('torch.')}",
+        *(["attention of prompts in FP8"] if config.fp8_attention else []),
         f"block size: {config.block_size}",
         f"window: {config.max_model_len or part.model.max_positions}",
         f"device: {part.backend.product or platform.machine()}",

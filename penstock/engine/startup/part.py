@@ -133,6 +133,8 @@ def load_part(
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
+        if config.fp8_attention:
+            backend.attend_in_fp8(model, kv_dtype)
     max_running = config.max_running or backend.defaults.max_running
     budget = config.token_budget or backend.defaults.token_budget
     if member is not None:
@@ -294,6 +296,8 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backe
         )
     if (config.adapters or config.adapter_slots) and not backend.invariant_adapters:
         raise ConfigError("deterministic: true is not available with adapters on this device")
+    if config.fp8_attention:
+        raise ConfigError("deterministic: true attends token by token, never in FP8: remove fp8_attention")
 
 
 def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:

@@ -45,6 +45,7 @@ from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.experts import ExpertMlp
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
 from penstock.engine.quantization.stored import stores_groups
@@ -55,6 +56,10 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.models.weights import Weights
+
+
+FP8_HEAD = 128
+"""Size of the heads that attend in FP8 (`kernels.hopper_prefill`, which cannot be imported everywhere)."""
 
 
 class CudaBackend(TorchCudaBackend):
@@ -83,6 +88,19 @@ class CudaBackend(TorchCudaBackend):
         if has_mxfp4(weights) and config.weights != "dense":
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan
+
+    def attend_in_fp8(self, model: ModelConfig, kv_dtype: torch.dtype) -> None:
+        assert isinstance(self.ops, TritonOps)
+        if self.ops.hopper_prefill is None:
+            super().attend_in_fp8(model, kv_dtype)
+        if kv_dtype != torch.float8_e4m3fn:
+            raise ConfigError("fp8_attention: true multiplies keys and values as they are kept: set kv_dtype: fp8 too")
+        if not _attends_in_fp8(model):
+            raise ConfigError(
+                f"fp8_attention: true is for attention with heads of {FP8_HEAD}, without latents, choices of blocks, "
+                "soft caps or sinks, which no layer of this model has: remove it"
+            )
+        self.ops.fp8_attention = True
 
     def _plan(self, form: WeightForm, config: EngineConfig, dtype: torch.dtype) -> WeightPlan:
         if form == "dense":
@@ -165,6 +183,14 @@ class CudaBackend(TorchCudaBackend):
 
     def graph_bytes(self, decoder: Decoder, limits: StepLimits, adapters: AdaptedModel | None) -> int:
         return graph_bytes(decoder, limits, adapters)
+
+
+def _attends_in_fp8(model: ModelConfig) -> bool:
+    """Whether some layer has attention that `hopper_prefill` computes."""
+    others = (model.latent, model.compression, model.block_index, model.sparse_blocks, model.attention_softcap)
+    return all(other is None for other in others) and any(
+        model.heads_in(layer)[1] == FP8_HEAD and not model.has_sinks(layer) for layer in range(model.num_layers)
+    )
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

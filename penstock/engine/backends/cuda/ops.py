@@ -75,6 +75,8 @@ class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression, PlainSparseBloc
         """One launch shape for any number of sequences; see `Ops`."""
         self._chains = Chains(device, ProductChain)
         self.hopper_prefill = _load_hopper_prefill(device)
+        self.fp8_attention = False
+        """Whether long prompts over an FP8 cache attend in FP8."""
         self._counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression, PlainSparseBloc
         if batch.context_lens.shape[0] > batch.num_decodes:
             hopper = self.hopper_prefill if sinks is None else None
             if hopper is not None and hopper.applies(layout, batch, q, k_cache):
-                hopper.prefill_attention(q, layout, batch, k_cache, v_cache, out, kv_scales)
+                hopper.prefill_attention(q, layout, batch, k_cache, v_cache, out, kv_scales, self.fp8_attention)
                 return out
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
             prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, sinks, pdl=self.pdl)

@@ -1,10 +1,13 @@
-"""Keys and values of a step's prompts, gathered from the cache's blocks into contiguous 16-bit memory.
+"""Keys and values of a step's prompts, gathered from the cache's blocks into contiguous memory.
 
 Attention of a long chunk reads every key once for each tile of its rows, hundreds of times: widened once for all of
 them, keys cost about one hundredth of the arithmetic, and the kernel for 16-bit caches runs over them. Heads are
 gathered a few at a time, so that no step needs more than `MOST_BYTES` whatever its contexts. FP8 numbers are widened
 exactly and left without their scales, which the attention applies to sums; int8 numbers, each with a scale of its own,
 are multiplied and rounded as a 16-bit cache would be. 16-bit numbers are copied.
+
+For products of FP8 an FP8 cache is copied as it is, values transposed and zeros behind the end of a sequence: see
+`hopper_fp8_consumer`, which says what order their tokens have.
 
 Sequences lie one behind the other, each from a multiple of `TILE` rows on; rows behind the end of one are undefined.
 """
@@ -21,6 +24,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels.common import launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout
 
+FP8 = torch.float8_e4m3fn
 TILE = 128
 """Rows of one program, and of one copy of the attention that reads them."""
 MOST_BYTES = 256 << 20
@@ -108,6 +112,7 @@ def _gather_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     INT8: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
@@ -135,17 +140,30 @@ def _gather_kernel(
     row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
     if (tile == before) & (tl.program_id(1) == 0):
         tl.store(bases_ptr + index, before * TILE)
-    n = (tile - before) * TILE + tl.arange(0, TILE)
+    at = tl.arange(0, TILE)
+    n = (tile - before) * TILE + at
     d = tl.arange(0, DIM_BLOCK)
     inside = n < length
     block = tl.load(table_ptr + row * table_stride + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     slot = (block * KV_HEADS + head) * BLOCK_SIZE + n % BLOCK_SIZE
-    k = _widened(k_cache_ptr, k_scale_ptr, slot * DIM, slot, inside, d, DIM, INT8)
-    v = _widened(v_cache_ptr, v_scale_ptr, slot * DIM, slot, inside, d, DIM, INT8)
-    to = (tl.program_id(1).to(tl.int64) * rows + tile * TILE + tl.arange(0, TILE)) * DIM
+    to = tl.program_id(1).to(tl.int64) * rows + tile * TILE
+    k_out = k_out_ptr + (to + at)[:, None] * DIM + d[None, :]
     mask = inside[:, None] & (d < DIM)[None, :]
-    tl.store(k_out_ptr + to[:, None] + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_out_ptr + to[:, None] + d[None, :], v.to(v_out_ptr.dtype.element_ty), mask=mask)
+    if FP8:
+        tl.store(k_out, tl.load(k_cache_ptr + (slot * DIM)[:, None] + d[None, :], mask=mask), mask=mask)
+        # Of 16 tokens two neighbours at a time, from either half in turn: 0 1 8 9 2 3 10 11 ...
+        n = (tile - before) * TILE + (at & ~15) + (at >> 1 & 1) * 8 + (at >> 2 & 3) * 2 + (at & 1)
+        inside = n < length
+        block = tl.load(table_ptr + row * table_stride + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = (block * KV_HEADS + head) * BLOCK_SIZE + n % BLOCK_SIZE
+        v = tl.load(v_cache_ptr + (slot * DIM)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+        tl.store(v_out_ptr + (to * DIM) + d[:, None] * TILE + at[None, :], tl.trans(v))
+    else:
+        k = _widened(k_cache_ptr, k_scale_ptr, slot * DIM, slot, inside, d, DIM, INT8)
+        v = _widened(v_cache_ptr, v_scale_ptr, slot * DIM, slot, inside, d, DIM, INT8)
+        v_out = v_out_ptr + (to + at)[:, None] * DIM + d[None, :]
+        tl.store(k_out, k.to(k_out_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_out, v.to(v_out_ptr.dtype.element_ty), mask=mask)
 
 
 def gather(
@@ -185,6 +203,7 @@ def gather(
         BLOCK_SIZE=block_size,
         TILE=TILE,
         INT8=int8,
+        FP8=into.k.dtype == FP8,
         num_warps=8,
         pdl=False,
         in_order=True,

@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-_LEAST_PEAK = gl.constexpr(-1.0e30)
+LEAST_PEAK = gl.constexpr(-1.0e30)
 """Of rows that see no key of their first tile: a number, so that what they add up to there is zero, not NaN."""
 _MASKED = gl.constexpr(float("-inf"))
 """A number will not do: `x * factor - peak`, contracted into one multiply-add, is not zero for a row of nothing but
 masked scores, but the rounding error of `x * factor`, and its exponential may be infinite."""
-_LOG2E = gl.constexpr(1.4426950408889634)
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -35,7 +35,7 @@ def _scores(
 
 
 @gluon.jit
-def _mask(
+def mask(
     s: gl.tensor,
     position: gl.tensor,
     start: gl.tensor,
@@ -46,13 +46,13 @@ def _mask(
 
 
 @gluon.jit
-def _partial_sums(e: gl.tensor) -> gl.tensor:
+def partial_sums(e: gl.tensor) -> gl.tensor:
     """Sums of those numbers of each row that one thread holds: [64, 4], without an exchange between threads."""
     return gl.sum(gl.sum(gl.reshape(e, [64, 16, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _ahead_of_wait(sums: gl.tensor) -> gl.tensor:
+def ahead_of_wait(sums: gl.tensor) -> gl.tensor:
     """Keeps the exponentials that `sums` is made of ahead of the wait that follows.
 
     ptxas would move them behind it, where they run beside no product of this warpgroup. The store never happens, since
@@ -67,6 +67,38 @@ def _ahead_of_wait(sums: gl.tensor) -> gl.tensor:
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def write_rows(
+    o: gl.tensor,
+    total: gl.tensor,
+    WHICH: gl.constexpr,
+    out_ptr: gl.tensor,
+    out_base: gl.tensor,
+    offset: gl.tensor,
+    length: gl.tensor,
+    kv_head: gl.tensor,
+    v_scale_ptr: gl.tensor,
+    O_LAYOUT: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    SCALED: gl.constexpr,
+) -> None:
+    """Sums of values over those of exponentials, of the rows that are tokens."""
+    if SCALED:
+        share = gl.load(v_scale_ptr + kv_head) / gl.sum(total, 1)
+    else:
+        share = 1.0 / gl.sum(total, 1)
+    o = o * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    d = gl.arange(0, 128, layout=gl.SliceLayout(0, O_LAYOUT))
+    rows = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    tokens = offset + rows // GROUP
+    column = (kv_head * GROUP + rows % GROUP) * 128
+    target = out_ptr + ((out_base + tokens).to(gl.int64) * (KV_HEADS * GROUP * 128) + column)[:, None] + d[None, :]
+    written = (rows // GROUP < BLOCK_Q) & (tokens < length)
+    gl.store(target, o.to(out_ptr.dtype.element_ty), mask=written[:, None])
 
 
 @gluon.jit
@@ -105,12 +137,12 @@ def _steps(
         s = warpgroup_mma_wait(num_outstanding=1, deps=[s_next])
         mbarrier.arrive(k_free.index(stage), count=1)
         if MASKED:
-            s = _mask(s, position, (tiles - 1 - i) * 128, S_LAYOUT)
+            s = mask(s, position, (tiles - 1 - i) * 128, S_LAYOUT)
         new_peak = gl.maximum(peak, gl.max(s, 1) * factor)
         e = gl.exp2(s * factor - new_peak[:, None])
         decay = gl.exp2(peak - new_peak)
-        sums = _partial_sums(e)
-        total = _ahead_of_wait(total * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + sums)
+        sums = partial_sums(e)
+        total = ahead_of_wait(total * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + sums)
         peak = new_peak
         o = warpgroup_mma_wait(num_outstanding=0, deps=[o_next])
         mbarrier.arrive(v_free.index(before), count=1)
@@ -152,17 +184,17 @@ def consumer(
     m = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     token = offset + m // GROUP
     position = past + token
-    factor = scale * _LOG2E
+    factor = scale * LOG2E
     q_tile = q_tiles.index(WHICH)
 
     mbarrier.wait(k_ready.index(0), 0)
     s_first = _scores(q_tile, k_tiles.index(0), S_LAYOUT)
     s = warpgroup_mma_wait(num_outstanding=0, deps=[s_first])
     mbarrier.arrive(k_free.index(0), count=1)
-    s = _mask(s, position, (tiles - 1) * 128, S_LAYOUT)
-    peak = gl.maximum(gl.max(s, 1) * factor, _LEAST_PEAK)
+    s = mask(s, position, (tiles - 1) * 128, S_LAYOUT)
+    peak = gl.maximum(gl.max(s, 1) * factor, LEAST_PEAK)
     e = gl.exp2(s * factor - peak[:, None])
-    total = _partial_sums(e)
+    total = partial_sums(e)
     if tiles * 128 > context:
         mbarrier.wait(v_ready.index(0), 0)
         rows = (tiles - 1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, V_LAYOUT))
@@ -184,15 +216,7 @@ def consumer(
     p = gl.convert_layout(e.to(v_tiles.dtype), P_LAYOUT)
     o_last = warpgroup_mma(p, v_tiles.index(last), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=[o_last])
-    if SCALED:
-        share = gl.load(v_scale_ptr + kv_head) / gl.sum(total, 1)
-    else:
-        share = 1.0 / gl.sum(total, 1)
-    o = o * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    d = gl.arange(0, 128, layout=gl.SliceLayout(0, O_LAYOUT))
-    rows = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
-    tokens = offset + rows // GROUP
-    column = (kv_head * GROUP + rows % GROUP) * 128
-    target = out_ptr + ((out_base + tokens).to(gl.int64) * (KV_HEADS * GROUP * 128) + column)[:, None] + d[None, :]
-    written = (rows // GROUP < BLOCK_Q) & (tokens < length)
-    gl.store(target, o.to(out_ptr.dtype.element_ty), mask=written[:, None])
+    write_rows(
+        o, total, WHICH, out_ptr, out_base, offset, length, kv_head, v_scale_ptr, O_LAYOUT, KV_HEADS, GROUP, BLOCK_Q,
+        SCALED,
+    )  # fmt: skip

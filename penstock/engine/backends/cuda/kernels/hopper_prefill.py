@@ -9,7 +9,8 @@ Tiles run from the diagonal down to key 0: only the first ones need a mask. Slot
 anything, NaN included: scores there are masked, and the rows of the value tile are cleared before they are multiplied.
 
 A quantized cache is gathered first (`gathered_prefix`), some heads at a time: then tiles are contiguous, each two
-copies instead of sixteen. So is a 16-bit cache where each key is read often enough to pay for it.
+copies instead of sixteen. So is a 16-bit cache where each key is read often enough to pay for it. Products are of 16-bit
+numbers, or over an FP8 cache, if asked for, of FP8 (`hopper_fp8_consumer`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from penstock.engine.backends.cuda.kernels.gathered_prefix import (
 )
 from penstock.engine.backends.cuda.kernels.gathered_prefix import TILE as GATHERED_ROWS
 from penstock.engine.backends.cuda.kernels.hopper_consumer import consumer
-from penstock.engine.backends.cuda.kernels.hopper_tiles import contiguous_producer, paged_producer
+from penstock.engine.backends.cuda.kernels.hopper_fp8_consumer import fp8_consumer
+from penstock.engine.backends.cuda.kernels.hopper_tiles import contiguous_producer, fp8_producer, paged_producer
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout
 
 DIM = 128
@@ -39,10 +41,13 @@ BLOCK_SIZE = 16
 BLOCK_M = 128
 _COMPUTED = (torch.bfloat16, torch.float16)
 STAGES = 2
+FP8_STAGES = 4
 FROM_TOKENS = 512
 """Longest chunk of a step from which this kernel is faster than `prefill` (measured on an H200)."""
-BOX = 64
-"""Numbers in one row of a TMA box: 128 bytes, the width of the swizzle."""
+_LEAST_QUERY = gl.constexpr(1.0e-20)
+"""Of the largest number of a row in FP8: rows of zeros have a scale too, and infinite scores times it stay infinite."""
+BOX_BYTES = 128
+"""Of one row of a TMA box: the width of the swizzle."""
 LEAST_REUSE = 3072
 """New tokens that read each key, on average, from which 16-bit keys are gathered. Copying one costs as much as 86 new
 tokens that attend to it; contiguous tiles gain some 4% (measured on an H200)."""
@@ -85,17 +90,19 @@ def _hopper_prefill_kernel(
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
     GATHERED: gl.constexpr,
+    FP8: gl.constexpr,
     SCALED: gl.constexpr,
     PDL: gl.constexpr,
 ) -> None:
     """`GATHERED`: over `num_heads` heads from `first_head` on, whose keys lie `gathered_rows` from each other, and
-    `table_ptr` is where sequences begin. `SCALED`: keys and values of a head have one scale. `PDL` is always false: it
-    waits for its predecessors in the ordinary way."""
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    `table_ptr` is where sequences begin. `FP8`: gathered for `hopper_fp8_consumer`. `SCALED`: keys and values of a head
+    have one scale. `PDL` is always false: it waits for its predecessors in the ordinary way."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 if FP8 else 16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    kept: gl.constexpr = gl.float8e4nv if FP8 else dtype
     # Longest first: the longest tiles of all heads before shorter ones. Otherwise head after head, which shares more
     # keys in the L2 cache.
     program = gl.program_id(0)
@@ -134,12 +141,20 @@ def _hopper_prefill_kernel(
         clear = (lowest + 1) // 128
         masked = gl.maximum(tiles - clear, 1)
 
-        q_tiles = gl.allocate_shared_memory(dtype, [2, 64, 128], TILE)
-        BOX_ROWS: gl.constexpr = 128 if GATHERED else 16
-        k_boxes = gl.allocate_shared_memory(dtype, [STAGES * 256 // BOX_ROWS, BOX_ROWS, 64], TILE)
-        v_boxes = gl.allocate_shared_memory(dtype, [STAGES * 256 // BOX_ROWS, BOX_ROWS, 64], TILE)
-        k_tiles = k_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
-        v_tiles = v_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
+        q_tiles = gl.allocate_shared_memory(kept, [2, 64, 128], TILE)
+        if FP8:
+            q_scales = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+            o_tiles = gl.allocate_shared_memory(
+                gl.float32, [2, 32, 256], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+            )
+            k_tiles = gl.allocate_shared_memory(kept, [STAGES, 128, 128], TILE)
+            v_tiles = gl.allocate_shared_memory(kept, [STAGES, 128, 128], TILE)
+        else:
+            BOX_ROWS: gl.constexpr = 128 if GATHERED else 16
+            k_boxes = gl.allocate_shared_memory(dtype, [STAGES * 256 // BOX_ROWS, BOX_ROWS, 64], TILE)
+            v_boxes = gl.allocate_shared_memory(dtype, [STAGES * 256 // BOX_ROWS, BOX_ROWS, 64], TILE)
+            k_tiles = k_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
+            v_tiles = v_boxes._reinterpret(dtype, [STAGES, 128, 128], TILE)
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -156,9 +171,39 @@ def _hopper_prefill_kernel(
             column = (kv_head * GROUP + m % GROUP) * 128
             at = ((begin + token).to(gl.int64) * q_stride + column)[:, None] + d[None, :]
             present = (m // GROUP < BLOCK_Q) & (token < length)
-            q_tiles.index(half).store(gl.load(q_ptr + at, mask=present[:, None], other=0.0))
+            q = gl.load(q_ptr + at, mask=present[:, None], other=0.0)
+            if FP8:
+                q = q.to(gl.float32)
+                q_scale = gl.maximum(gl.max(gl.abs(q), 1), _LEAST_QUERY) * (1.0 / 448.0)
+                q_scales.index(half).store(q_scale)
+                q = (q / q_scale[:, None]).to(kept)
+            q_tiles.index(half).store(q)
         fence_async_shared()
-        if GATHERED:
+        if FP8:
+            first_row = here * gathered_rows + gl.load(table_ptr + index)
+            gl.warp_specialize(
+                [
+                    (
+                        fp8_consumer,
+                        (0, q_tiles, q_scales, o_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr,
+                         begin, offset, length, past, tiles, masked, kv_head, scale, v_scale_ptr, KV_HEADS, GROUP,
+                         BLOCK_Q, STAGES, SCALED),
+                    ),
+                    (
+                        fp8_consumer,
+                        (1, q_tiles, q_scales, o_tiles, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, out_ptr,
+                         begin, offset, length, past, tiles, masked, kv_head, scale, v_scale_ptr, KV_HEADS, GROUP,
+                         BLOCK_Q, STAGES, SCALED),
+                    ),
+                    (
+                        fp8_producer,
+                        (k_desc, v_desc, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, first_row, tiles, STAGES),
+                    ),
+                ],
+                [4, 1],
+                [240, 24],
+            )  # fmt: skip
+        elif GATHERED:
             first_row = here * gathered_rows + gl.load(table_ptr + index)
             gl.warp_specialize(
                 [
@@ -237,14 +282,14 @@ def _is_direct(q: Tensor, k_cache: Tensor) -> bool:
     return k_cache.dtype == q.dtype and k_cache.shape[2] == BLOCK_SIZE
 
 
-def _heads_gathered(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tensor) -> int:
+def _heads_gathered(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tensor, fp8: bool = False) -> int:
     """How many heads are gathered at a time; 0: none are."""
     if k_cache.dtype == q.dtype:
         if batch.attended is None or batch.total_context is None:
             return 0
         if batch.attended < LEAST_REUSE * batch.total_context:
             return 0
-    return heads_at_once(layout, batch, q.element_size())
+    return heads_at_once(layout, batch, 1 if fp8 else q.element_size())
 
 
 def prefill_attention(
@@ -255,18 +300,21 @@ def prefill_attention(
     v_cache: Tensor,
     out: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
+    fp8: bool = False,
 ) -> None:
-    """Attention of every sequence after the first `num_decodes` into `out` [T, heads * head_dim]."""
-    heads = _heads_gathered(layout, batch, q, k_cache)
+    """Attention of every sequence after the first `num_decodes` into `out` [T, heads * head_dim]. `fp8`: the products
+    over an FP8 cache are of FP8 too."""
+    fp8 = fp8 and k_cache.dtype == torch.float8_e4m3fn
+    heads = _heads_gathered(layout, batch, q, k_cache, fp8)
     if not heads:
         _launch(q, layout, batch, _boxes_of(k_cache, BLOCK_SIZE), _boxes_of(v_cache, BLOCK_SIZE), out)
         return
-    room = make_room(layout, batch, q.dtype, heads)
+    room = make_room(layout, batch, k_cache.dtype if fp8 else q.dtype, heads)
+    boxes = _boxes_of(room.k, GATHERED_ROWS), _boxes_of(room.v, GATHERED_ROWS)
     per_head = None if k_cache.dtype == torch.int8 else scales
     for first in range(0, layout.kv_heads, heads):
         some = min(heads, layout.kv_heads - first)
         gather(room, first, some, batch, k_cache, v_cache, scales)
-        boxes = _boxes_of(room.k, GATHERED_ROWS), _boxes_of(room.v, GATHERED_ROWS)
         _launch(q, layout, batch, *boxes, out, room, first, some, per_head)
 
 
@@ -290,6 +338,7 @@ def _launch(
     k_scale, v_scale = (q, q) if scales is None else scales
     total = batch.total_context
     few_before = batch.max_context < 2 * batch.max_query if total is None else total < 2 * tokens
+    fp8 = room is not None and room.k.dtype.itemsize == 1
     launch(
         _hopper_prefill_kernel,
         (tiles * (layout.kv_heads if room is None else heads),),
@@ -316,8 +365,9 @@ def _launch(
         KV_HEADS=layout.kv_heads,
         GROUP=group,
         BLOCK_Q=block_q,
-        STAGES=STAGES,
+        STAGES=FP8_STAGES if fp8 else STAGES,
         GATHERED=room is not None,
+        FP8=fp8,
         SCALED=scales is not None,
         num_warps=4,
         pdl=False,
@@ -326,7 +376,7 @@ def _launch(
 
 
 def _boxes_of(keys: Tensor, rows_at_once: int) -> TensorDescriptor:
-    """Keys or values as TMA reads them: so many rows at a time, in two boxes of 64 columns."""
-    rows = keys.numel() // DIM
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(keys, [rows, DIM], [DIM, 1], [rows_at_once, BOX], layout)
+    """Keys or values as TMA reads them: so many rows at a time, in boxes 128 bytes wide."""
+    rows, size = keys.numel() // DIM, keys.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2)
+    return TensorDescriptor(keys, [rows, DIM], [DIM, 1], [rows_at_once, BOX_BYTES // size], layout)

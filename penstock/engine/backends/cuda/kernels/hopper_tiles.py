@@ -96,3 +96,31 @@ def contiguous_producer(
         mbarrier.expect(v_ready.index(stage), TILE_BYTES)
         tma.async_copy_global_to_shared(v_desc, [row, 0], v_ready.index(stage), v_boxes.index(stage * 2))
         tma.async_copy_global_to_shared(v_desc, [row, 64], v_ready.index(stage), v_boxes.index(stage * 2 + 1))
+
+
+@gluon.jit
+def fp8_producer(
+    k_desc: tma.tensor_descriptor,
+    v_desc: tma.tensor_descriptor,
+    k_tiles: gl.shared_memory_descriptor,
+    v_tiles: gl.shared_memory_descriptor,
+    k_ready: gl.shared_memory_descriptor,
+    k_free: gl.shared_memory_descriptor,
+    v_ready: gl.shared_memory_descriptor,
+    v_free: gl.shared_memory_descriptor,
+    first_row: gl.tensor,
+    tiles: gl.tensor,
+    STAGES: gl.constexpr,
+) -> None:
+    """Tiles of gathered keys and transposed values in FP8, each in one box."""
+    TILE_BYTES: gl.constexpr = 128 * 128
+    for i in range(tiles):
+        row = first_row + (tiles - 1 - i) * 128
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        mbarrier.expect(k_ready.index(stage), TILE_BYTES)
+        tma.async_copy_global_to_shared(k_desc, [row, 0], k_ready.index(stage), k_tiles.index(stage))
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        mbarrier.expect(v_ready.index(stage), TILE_BYTES)
+        tma.async_copy_global_to_shared(v_desc, [row, 0], v_ready.index(stage), v_tiles.index(stage))
