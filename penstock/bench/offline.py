@@ -52,6 +52,7 @@ class OfflineBenchSettings:
     dtype: DType = "auto"
     weights: WeightForm = "auto"
     kv_dtype: KVDType = "auto"
+    fp8_attention: bool = False
     threads: int | None = None
     max_running: int | None = None
     token_budget: int | None = None
@@ -132,6 +133,7 @@ def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Co
             dtype=settings.dtype,
             weights=settings.weights,
             kv_dtype=settings.kv_dtype,
+            fp8_attention=settings.fp8_attention,
             threads=settings.threads,
             max_running=settings.max_running or max(wanted, default=None),
             token_budget=settings.token_budget,

@@ -135,7 +135,7 @@ async def test_an_open_loop_sends_when_due_and_counts_from_then(engine: Engine, 
     # One at a time, though all were due at once: the last waited for all others, and its time says so.
     assert crowded.late == 11 and not crowded.errors
     longest = max(crowded.served, key=lambda request: request.end)
-    assert longest.latency > 0.9 * longest.end
+    assert longest.latency > 0.7 * longest.end
     assert "11 requests were due" in bench.warnings(alone, crowded)[0]
 
 

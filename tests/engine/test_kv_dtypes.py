@@ -13,6 +13,7 @@ from penstock.engine.backends.cpu.backend import CpuBackend
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape
 from penstock.engine.models.families import read_config
+from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -108,3 +109,10 @@ def test_int8_is_the_default_where_tiles_multiply_it_as_it_is_and_on_x86_without
     assert picked(replace(config, block_size=8)) == torch.bfloat16
     assert picked(replace(config, kv_dtype="full")) == torch.bfloat16
     assert picked(replace(config, kv_dtype="fp8")) == torch.float8_e4m3fn
+
+
+def test_attention_in_fp8_is_refused_where_there_is_no_kernel_for_it(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="fp8_attention: true needs a GPU of compute capability 9"):
+        make_engine(folder, kv_dtype="fp8", fp8_attention=True)
+    with pytest.raises(ConfigError, match="deterministic: true attends token by token"):
+        make_engine(folder, kv_dtype="fp8", fp8_attention=True, deterministic=True)

@@ -46,6 +46,7 @@ from penstock.engine.backends.cuda.kernels import gathered_prefix, hopper_prefil
 from penstock.engine.backends.cuda.kernels.common import is_building
 from penstock.engine.backends.interface import HeadLayout, attended
 from penstock.engine.request import Request, SamplingParams
+from penstock.errors import ConfigError
 from tests.engine.harness import drain, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -301,6 +302,24 @@ def test_long_prompts_of_an_engine() -> None:
             gathered_16, some = _prompt_logprobs(path, "auto", prompt, hopper=True)
         assert some and not none
         assert float((gathered_16 - paged).abs().max()) < 1e-3, "the same arithmetic from another place"
+
+
+def test_attention_in_fp8_is_refused_where_it_would_do_nothing() -> None:
+    if MODE != "device":
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        wide, narrow = _checkpoint(Path(folder) / "wide"), write_checkpoint("llama-gqa", Path(folder) / "narrow")
+        for path, settings, reason in (
+            (wide, {"kv_dtype": "int8"}, "set kv_dtype: fp8 too"),
+            (wide, {"kv_dtype": "fp8", "deterministic": True}, "token by token"),
+            (narrow, {"kv_dtype": "fp8"}, "heads of 128"),
+        ):
+            try:
+                make_engine(path, device="cuda", dtype="bfloat16", fp8_attention=True, num_blocks=64, **settings)
+            except ConfigError as error:
+                assert reason in str(error), error
+            else:
+                raise AssertionError(f"{settings} was not refused")
 
 
 def test_captured_steps_gather_too() -> None:

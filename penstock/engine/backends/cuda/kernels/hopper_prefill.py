@@ -9,8 +9,8 @@ Tiles run from the diagonal down to key 0: only the first ones need a mask. Slot
 anything, NaN included: scores there are masked, and the rows of the value tile are cleared before they are multiplied.
 
 A quantized cache is gathered first (`gathered_prefix`), some heads at a time: then tiles are contiguous, each two
-copies instead of sixteen. So is a 16-bit cache where each key is read often enough to pay for it. Products are of 16-bit
-numbers, or over an FP8 cache, if asked for, of FP8 (`hopper_fp8_consumer`).
+copies instead of sixteen. So is a 16-bit cache where each key is read often enough to pay for it. Products are of
+16-bit numbers, or over an FP8 cache, if asked for, of FP8 (`hopper_fp8_consumer`).
 """
 
 from __future__ import annotations
