@@ -3,6 +3,9 @@
 Capturing a step launches each of its kernels from Python once, which takes about as long as ten steps. It can end
 between two layers, where no stream is open but the one that is captured: whatever it had until then is dropped, and the
 same step is captured from its beginning another time.
+
+All graphs of a model share one pool of memory (`GraphPool`), which therefore grows with the largest of them, not with
+their number: logits of every size that is captured would take gigabytes.
 """
 
 from __future__ import annotations
@@ -29,10 +32,34 @@ Work = Callable[[], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A captured graph, and the tensors that each replay writes."""
+    """A captured graph, and the tensors that each replay writes; valid until the next replay of any graph that shares
+    its pool. They do not own their memory: the graph must outlive them."""
 
     graph: torch.cuda.CUDAGraph
     results: tuple[Tensor, Tensor]
+
+
+class GraphPool:
+    """The memory of graphs that are never replayed at the same time: activations and results.
+
+    PyTorch lets a graph use whatever earlier captures into the same pool have freed. Results are freed too once a
+    capture ends (`_unowned`), so a replay overwrites those of whichever graph was replayed before it.
+
+    That is safe while steps overlap, because whatever reads the results of a step is launched before the next replay,
+    on the same stream: sampling, with grammar masks, penalties and log-probabilities, and the copies to pinned memory
+    (`EagerExecutor._sample`, `Backend.to_host`) all follow the replay within `GraphExecutor.run` or `draw_ahead`. What
+    the host still has to do for a step (waiting for its copies, verifying draft tokens) reads pinned memory alone. The
+    next step takes its tokens from the device rows, which are not in the pool, as are caches, states and what drafters
+    tap. A capture launches nothing into the pool. Steps that are sampled later, through a pipeline, are not captured.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        """PyTorch's name for it, from the first capture on."""
+
+    def forget(self) -> None:
+        """Graphs are dropped: later captures begin a new pool, for PyTorch frees one that no graph uses any more."""
+        self.handle = None
 
 
 class Interrupted(Exception):
@@ -45,9 +72,9 @@ def _capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recording:
-    """Capture `work` with memory from `pool` (None: a new one). `rehearse` runs before, and launches every kernel that
-    `work` will: outside the graph they may be compiled and loaded."""
+def record(device: torch.device, work: Work, pool: GraphPool, rehearse: Work) -> Recording:
+    """Capture `work` with memory from `pool`. `rehearse` runs before, and launches every kernel that `work` will:
+    outside the graph they may be compiled and loaded."""
     _make_room(device)
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -60,12 +87,39 @@ def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recor
     with torch.inference_mode(), torch.cuda.stream(stream), _garbage_kept():
         # Not `torch.cuda.graph`, which waits for the device and empties the allocator's cache before each capture.
         # Other threads may use the device meanwhile: adapters and blocks are copied while steps are captured.
-        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
+        graph.capture_begin(
+            **({} if pool.handle is None else {"pool": pool.handle}), capture_error_mode="thread_local"
+        )
         try:
             results = work()
         finally:
             graph.capture_end()
-    return Recording(graph, results)
+        pool.handle = pool.handle or graph.pool()
+        # Until here they were owned, so that nothing within the graph itself took their memory.
+        first, second = (_unowned(result) for result in results)
+    return Recording(graph, (first, second))
+
+
+class _Words:
+    """Memory of a tensor as integers, which `torch.as_tensor` takes as they are, without owning them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": f"<i{size}",
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+        }
+
+
+def _unowned(result: Tensor) -> Tensor:
+    """The same numbers at the same address, whose memory is free for later captures once `result` is gone. The graph
+    keeps it mapped."""
+    if not result.is_cuda:
+        return result
+    return torch.as_tensor(_Words(result), device=result.device).view(result.dtype)
 
 
 @contextmanager
