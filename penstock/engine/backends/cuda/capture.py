@@ -4,8 +4,8 @@ Capturing a step launches each of its kernels from Python once, which takes abou
 between two layers, where no stream is open but the one that is captured: whatever it had until then is dropped, and the
 same step is captured from its beginning another time.
 
-All graphs of a model share one pool of memory (`GraphPool`), which therefore grows with the largest of them, not with
-their number: logits of every size that is captured would take gigabytes.
+All graphs of a model share one pool of memory (`GraphPool`), which grows with the largest of them and not with their
+number: if each kept its logits, these would take gigabytes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ class Recording:
 
 
 class GraphPool:
-    """The memory of graphs that are never replayed at the same time: activations and results.
+    """The memory that graphs of a model share: activations, logits, sampled tokens.
 
-    PyTorch lets a graph use whatever earlier captures into the same pool have freed. Results are freed too once a
-    capture ends (`_unowned`), so a replay overwrites those of whichever graph was replayed before it.
+    PyTorch gives a capture what earlier captures into the same pool have freed. Results count as freed once their
+    capture has ended (`_unowned`), so a replay overwrites the results of the replay before it, whatever its size.
 
-    That is safe while steps overlap, because whatever reads the results of a step is launched before the next replay,
-    on the same stream: sampling, with grammar masks, penalties and log-probabilities, and the copies to pinned memory
-    (`EagerExecutor._sample`, `Backend.to_host`) all follow the replay within `GraphExecutor.run` or `draw_ahead`. What
-    the host still has to do for a step (waiting for its copies, verifying draft tokens) reads pinned memory alone. The
-    next step takes its tokens from the device rows, which are not in the pool, as are caches, states and what drafters
-    tap. A capture launches nothing into the pool. Steps that are sampled later, through a pipeline, are not captured.
+    This is safe while steps overlap. All replays are on one stream, and whatever reads a step's results on the device
+    is launched on it before the next replay: `GraphExecutor.run` and `draw_ahead` do not return until sampling (with
+    grammar masks, penalties and log-probabilities) and the copies to pinned memory are queued behind the replay. A
+    graph begins when everything queued before it has finished; kernels that start early do so within a graph. Later,
+    the host reads pinned memory alone: to emit tokens, and to accept draft tokens. The next step finds its tokens in the
+    device rows, and a drafter what it taps in the cache; neither is in the pool. Captures write nothing: what is
+    rehearsed has memory of its own. Pipelines, which sample later, launch their steps one by one.
     """
 
     def __init__(self) -> None:
@@ -87,9 +88,7 @@ def record(device: torch.device, work: Work, pool: GraphPool, rehearse: Work) ->
     with torch.inference_mode(), torch.cuda.stream(stream), _garbage_kept():
         # Not `torch.cuda.graph`, which waits for the device and empties the allocator's cache before each capture.
         # Other threads may use the device meanwhile: adapters and blocks are copied while steps are captured.
-        graph.capture_begin(
-            **({} if pool.handle is None else {"pool": pool.handle}), capture_error_mode="thread_local"
-        )
+        graph.capture_begin(**({} if pool.handle is None else {"pool": pool.handle}), capture_error_mode="thread_local")
         try:
             results = work()
         finally:
