@@ -222,8 +222,8 @@ def test_rows_of_the_largest_captured_step_are_those_of_the_engine(family: str, 
 def test_sizes_of_captured_steps_are_the_engines() -> None:
     engine = prompt_graphs
     least = min(engine.TOKENS), min(engine.TOKENS_BESIDE_DECODES)
-    assert (graphs._LEAST_TOKENS, graphs._LEAST_TOKENS_BESIDE) == least
-    assert graphs._MOST_BESIDE == max(*engine.DECODES, *engine.DECODES_LATER)
+    assert least == (graphs._LEAST_TOKENS, graphs._LEAST_TOKENS_BESIDE)
+    assert max(*engine.DECODES, *engine.DECODES_LATER) == graphs._MOST_BESIDE
     assert (graphs._PROMPTS, graphs.REST) == (engine.PROMPTS, graph_memory._REST)
 
 

@@ -49,8 +49,8 @@ class GraphPool:
     is launched on it before the next replay: `GraphExecutor.run` and `draw_ahead` do not return until sampling (with
     grammar masks, penalties and log-probabilities) and the copies to pinned memory are queued behind the replay. A
     graph begins when everything queued before it has finished; kernels that start early do so within a graph. Later,
-    the host reads pinned memory alone: to emit tokens, and to accept draft tokens. The next step finds its tokens in the
-    device rows, and a drafter what it taps in the cache; neither is in the pool. Captures write nothing: what is
+    the host reads pinned memory alone: to emit tokens, and to accept draft tokens. The next step finds its tokens in
+    the device rows, and a drafter what it taps in the cache; neither is in the pool. Captures write nothing: what is
     rehearsed has memory of its own. Pipelines, which sample later, launch their steps one by one.
     """
 

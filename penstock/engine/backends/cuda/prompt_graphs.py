@@ -11,7 +11,6 @@ states, padding starts from none and keeps none.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
