@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -34,7 +34,7 @@ POOL_BYTES = 1 << 18
 class CalledAgain:
     """Stands for a CUDA graph. Its results are in memory that other graphs of its pool use too."""
 
-    memory: WeakKeyDictionary[GraphPool, Tensor] = WeakKeyDictionary()
+    memory: ClassVar[WeakKeyDictionary[GraphPool, Tensor]] = WeakKeyDictionary()
 
     def __init__(self, pool: GraphPool, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
         self._work = work
@@ -82,16 +82,24 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def requests(logprobs: int | None) -> list[Request]:
+DRAWN: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}]
+"""Sampled within graphs."""
+
+
+def requests(logprobs: int | None, *, drawn: bool = False) -> list[Request]:
     """Answers of all lengths, so that steps have all sizes."""
-    settings: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "top_k": 30},
-        {"temperature": 0.8, "top_p": 0.9, "typical_p": 0.9},
-        {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"temperature": 0.0, "logit_bias": {3: 4.0}, "stop_token_ids": (3,), "min_tokens": 4},
-        {"temperature": 0.7, "allowed_token_ids": tuple(range(0, 190, 3)), "bad_words": ((6, 9),)},
-    ]
+    settings = (
+        DRAWN
+        if drawn
+        else [
+            *DRAWN,
+            {"temperature": 0.9, "top_k": 30},
+            {"temperature": 0.8, "top_p": 0.9, "typical_p": 0.9},
+            {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+            {"temperature": 0.0, "logit_bias": {3: 4.0}, "stop_token_ids": (3,), "min_tokens": 4},
+            {"temperature": 0.7, "allowed_token_ids": tuple(range(0, 190, 3)), "bad_words": ((6, 9),)},
+        ]
+    )
     return [
         Request(
             f"r{i}",
@@ -117,17 +125,17 @@ def _logprobs(delta: Delta) -> list[float | None]:
     return [one.logprob for one in delta.logprobs] if delta.logprobs else [None] * len(delta.tokens)
 
 
-@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize(("drawn", "logprobs"), [(True, None), (True, 2), (False, 2)])
 def test_steps_of_all_sizes_in_flight_give_what_launched_ones_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: list[int], logprobs: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: list[int], drawn: bool, logprobs: int | None
 ) -> None:
     folder = write_checkpoint("llama-gqa", tmp_path)
-    launched = make_engine(folder, **SETTINGS)
-    expected = answers(launched, *requests(logprobs))
+    asked = requests(logprobs, drawn=drawn)
+    expected = answers(make_engine(folder, **SETTINGS), *asked)
     monkeypatch.setattr(ReferenceBackend, "executor", lambda self, resources: GraphExecutor(resources))
     engine = make_engine(folder, **SETTINGS)
     assert engine._depth == 1, "one step is launched before the last was collected"
-    found = answers(engine, *requests(logprobs))
+    found = answers(engine, *asked)
     assert {request: [token for token, _ in tokens] for request, tokens in found.items()} == {
         request: [token for token, _ in tokens] for request, tokens in expected.items()
     }
@@ -142,7 +150,7 @@ def test_steps_of_all_sizes_in_flight_give_what_launched_ones_do(
     assert len({one.logits.untyped_storage().data_ptr() for one in captured}) == 1
     executor.release()()
     engine.forget_caches()
-    assert answers(engine, *requests(logprobs)) == found, "captured again"
+    assert answers(engine, *asked) == found, "captured again"
 
 
 def test_drafts_are_verified_with_the_logits_of_their_own_step(
