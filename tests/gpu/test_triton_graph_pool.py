@@ -104,7 +104,7 @@ def requests(settings: list[dict[str, Any]]) -> list[Request]:
         Request(
             f"r{i}",
             [(i * 1733 + j * 577) % VOCABULARY for j in range(3 + 11 * i % 90)],
-            SamplingParams(**{"max_tokens": 4 + 2 * (i * 7 % 30), "temperature": 0.0, **settings[i % len(settings)]}),
+            SamplingParams(**{"max_tokens": 4 + i * 13 % 47, "temperature": 0.0, **settings[i % len(settings)]}),
         )
         for i in range(36)
     ]
