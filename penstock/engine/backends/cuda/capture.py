@@ -114,8 +114,8 @@ class _Words:
 
 
 def _unowned(result: Tensor) -> Tensor:
-    """The same numbers at the same address, whose memory is free for later captures once `result` is gone. The graph
-    keeps it mapped."""
+    """A weak reference: the same numbers at the same address, whose memory later captures may take once `result` is
+    gone. It stays mapped as long as a graph uses the pool."""
     if not result.is_cuda:
         return result
     return torch.as_tensor(_Words(result), device=result.device).view(result.dtype)

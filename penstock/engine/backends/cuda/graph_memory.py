@@ -7,7 +7,8 @@ from penstock.engine.backends.interface import StepLimits
 from penstock.engine.models.decoder import Decoder
 
 _REST = 1 << 30
-"""Activations of the largest captured step, code of kernels, workspaces of libraries."""
+"""Activations of the largest captured step, code of kernels, workspaces of libraries, and what the driver keeps of each
+graph. `bench_memory_of_graphs` in `tests/gpu` measures them."""
 
 
 def graph_bytes(decoder: Decoder, limits: StepLimits) -> int:
