@@ -41,6 +41,7 @@ LONGEST = (
     "soak.",
     "deepseek_v4.",
     "capture.",
+    "graph_pool.",
     "state_graphs.",
     "delta.",
     "speculation.",

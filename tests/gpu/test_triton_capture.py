@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.backends.cuda.capture import record  # noqa: E402
+from penstock.engine.backends.cuda.capture import GraphPool, record  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.request import Request  # noqa: E402
@@ -43,14 +43,14 @@ def test_graphs_that_became_garbage_are_not_freed_within_a_capture() -> None:
     def plain() -> tuple[torch.Tensor, torch.Tensor]:
         return x + 1, x
 
-    cycle: list[object] = [record(device, plain, None, plain)]
+    cycle: list[object] = [record(device, plain, GraphPool(), plain)]
     cycle.append(cycle)
     dropped.append(cycle)
     del cycle
     thresholds = gc.get_threshold()
     gc.set_threshold(10, 1, 1)
     try:
-        recording = record(device, work, None, plain)
+        recording = record(device, work, GraphPool(), plain)
     finally:
         gc.set_threshold(*thresholds)
     assert gc.isenabled()

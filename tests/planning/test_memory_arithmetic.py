@@ -10,7 +10,7 @@ import pytest
 from penstock.planning import memory
 from penstock.planning.catalogue import device
 from penstock.planning.deployment import Deployment, Speculation
-from penstock.planning.graphs import REST, captured_rows, graph_bytes
+from penstock.planning.graphs import REST, graph_bytes, most_sampled
 from penstock.planning.memory import (
     COLLECTIVE_BYTES,
     CONTEXTS,
@@ -62,19 +62,18 @@ def without_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(memory, "graph_bytes", lambda deployment: 0)
 
 
-def test_captured_steps_sample_rows_of_their_own_in_graphs() -> None:
-    """Decodes of 1 to 4 rows; of steps of at most 100 tokens three sizes of prompts, and one beside 4 decodes."""
+def test_graphs_share_the_logits_of_the_largest_of_them() -> None:
+    """Eight prompts beside as many decodes as there may be, at most 256."""
     few = deployed(max_running=4)
-    assert captured_rows(few) == 10 + 3 * 8 + (4 + 8)
-    assert graph_bytes(few) == REST + 46 * 101 * 2
-    assert captured_rows(deployed(max_running=4, adapter_slots=1)) == 46 + 3 * 10
-    assert captured_rows(deployed(replace(SMALL, mla=MLA), max_running=4)) == 46
-    indexed = replace(MLA, index_heads=1, index_dim=1, indexed=(True,) * 5, q_rank=8)
-    assert captured_rows(deployed(replace(SMALL, mla=indexed), max_running=4)) == 46 + 10, "long contexts apart"
-    many = deployed(max_running=40, speculation=Speculation("ngram", 0.7, depth=3))
-    assert captured_rows(many) == captured_rows(deployed(max_running=64)), "as many drafts as 64 rows have"
+    assert most_sampled(few) == 4 + 8
+    assert graph_bytes(few) == REST + 12 * 101 * 2
+    assert graph_bytes(deployed(max_running=4, adapter_slots=1)) == graph_bytes(few)
+    assert most_sampled(deployed(max_running=300)) == 300, "decodes alone"
+    assert most_sampled(deployed(max_running=4, token_budget=63)) == 8, "no decodes beside so few tokens of prompts"
+    assert most_sampled(deployed(max_running=4, token_budget=31)) == 4, "no captured prompts"
     drafts = Speculation("ngram", 0.7, depth=3)
-    assert captured_rows(deployed(max_running=4, speculation=drafts)) == 40 + 3 * 8 + (16 + 8)
+    assert most_sampled(deployed(max_running=4, speculation=drafts)) == 16 + 8
+    assert most_sampled(deployed(max_running=40, speculation=drafts)) == 64 + 8, "drafts are verified in up to 64 rows"
     assert graph_bytes(deployed(max_running=4, pipeline_parallel=2)) == 0, "stages take turns"
     assert graph_bytes(deployed(replace(SMALL, apart_streams=2), max_running=4)) == REST, "launched one by one"
     assert graph_bytes(deployed(on="cpu-2", max_running=4)) == 0
@@ -86,7 +85,7 @@ def test_the_cache_leaves_what_graphs_take_up_to_a_quarter(share: float | None) 
     for whole in (2 * GIB, 6 * GIB, 40 * GIB):
         total = taken + whole if share is None else int((taken + whole) / share)
         plan = memory_plan(deployed(memory=total, memory_share=share, max_running=4))
-        room = min(int(0.92 * whole), whole - min(REST + 46 * 101 * 2, whole // 4))
+        room = min(int(0.92 * whole), whole - min(REST + 12 * 101 * 2, whole // 4))
         assert plan.kv_room == pytest.approx(room, abs=4)
     assert plan.kv_room == pytest.approx(0.92 * 40 * GIB, abs=4), "8% are enough"
 

@@ -219,7 +219,7 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         """What a step over a long context takes beside what one over a short context needs, at most."""
         return 0
 
-    def graph_bytes(self, decoder: Decoder, limits: StepLimits, adapters: AdaptedModel | None) -> int:
+    def graph_bytes(self, decoder: Decoder, limits: StepLimits) -> int:
         """What captured steps keep in the end, where steps are captured."""
         return 0
 

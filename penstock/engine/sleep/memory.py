@@ -94,6 +94,7 @@ def offload_memory(root: object, backend: Backend) -> OffloadedMemory:
     backend.synchronize()
     to_host([(bytes_of(storage), host) for storage, host in kept], backend.device)
     emptied = [(storage, storage.nbytes()) for storage in caches.values()]
+    found.clear()  # graphs that were dropped have memory as long as something refers to them
     offloaded = OffloadedMemory(backend, kept, emptied, executors)
     offloaded.empty()
     return offloaded

@@ -218,7 +218,7 @@ def load_part(
             budget=budget,
             beside=beside,
             apart=0 if adapters is None else adapters.beside,
-            graphs=backend.graph_bytes(decoder, limits, adapters) if member is None or member.captures else 0,
+            graphs=backend.graph_bytes(decoder, limits) if member is None or member.captures else 0,
         )
         shape = _tapped(decoder, stage_tap).cache_shape(config.block_size, kv_dtype)
         if model.recurrent or not shape.blocks_suffice:

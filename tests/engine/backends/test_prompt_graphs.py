@@ -15,6 +15,7 @@ import torch
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cuda import long_prompts
+from penstock.engine.backends.cuda.capture import GraphPool
 from penstock.engine.backends.cuda.packed_inputs import PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PROMPTS, WANTED, PromptGraphs, Shape, arrange
 from penstock.engine.batch import Batch
@@ -43,7 +44,8 @@ class PaddedExecutor(EagerExecutor):
         eager = engine.runner.executor
         assert type(eager) is EagerExecutor
         vars(self).update(vars(eager))
-        self.graphs = PromptGraphs(self._decoder, self._kv, self._rows, max_rows=self._rows.flags.shape[0] - 1)
+        rows = self._rows.flags.shape[0] - 1
+        self.graphs = PromptGraphs(self._decoder, self._kv, self._rows, max_rows=rows, pool=GraphPool())
         self.shapes: list[Shape] = []
 
     @torch.inference_mode()

@@ -181,8 +181,8 @@ class CudaBackend(TorchCudaBackend):
     def long_context_bytes(self, decoder: Decoder, kv: KVCache) -> int:
         return room_for_gathered(decoder, kv) + (0 if decoder.captured_context is None else CHOICE_BYTES)
 
-    def graph_bytes(self, decoder: Decoder, limits: StepLimits, adapters: AdaptedModel | None) -> int:
-        return graph_bytes(decoder, limits, adapters)
+    def graph_bytes(self, decoder: Decoder, limits: StepLimits) -> int:
+        return graph_bytes(decoder, limits)
 
 
 def _attends_in_fp8(model: ModelConfig) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import slots_of
-from penstock.engine.backends.cuda.capture import record, watched
+from penstock.engine.backends.cuda.capture import GraphPool, record, watched
 from penstock.engine.backends.cuda.deferred import Deferred, LaterCaptures
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.rehearsal import Short
@@ -84,6 +84,7 @@ class DecodeGraphs(LaterCaptures[int]):
         rows: Rows | BlockTables,
         *,
         max_rows: int,
+        pool: GraphPool,
         max_tokens: int = 0,
         lora: GraphLora | None = None,
         followers: Followers | None = None,
@@ -105,7 +106,7 @@ class DecodeGraphs(LaterCaptures[int]):
         self.buckets = buckets_up_to(max(max_rows, max_tokens))
         self._later = Deferred[int](_WANTED)
         self._captured: dict[int, _Captured] = {}
-        self._pool: Any = None
+        self.pool = pool
         self._short = Short(decoder, kv)
         self._block_size = kv.block_size
         self._starts = torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=kv.device)
@@ -123,6 +124,7 @@ class DecodeGraphs(LaterCaptures[int]):
             self.kv,
             self.rows,
             max_rows=self.scratch_row,
+            pool=self.pool,
             max_tokens=self.buckets[-1],
             followers=self.followers,
             kind=Kind.LONG,
@@ -135,6 +137,7 @@ class DecodeGraphs(LaterCaptures[int]):
             self.kv,
             self.rows,
             max_rows=self.scratch_row,
+            pool=self.pool,
             max_tokens=self.buckets[-1],
             lora=lora,
             followers=self.followers,
@@ -142,7 +145,8 @@ class DecodeGraphs(LaterCaptures[int]):
         )
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay.
+        """Run a batch of decodes; its logits [B, vocab] and sampled tokens [B], valid until the next replay of any
+        graph of `pool`.
 
         Of several tokens of one row (draft tokens being verified) the last one's sample stays in the row.
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
@@ -215,7 +219,7 @@ class DecodeGraphs(LaterCaptures[int]):
         sizes = [size for size in sorted(self._captured, reverse=True) if self._at_start(size)]
         self._later.add(sorted(self._captured.keys() - set(sizes)))
         self._captured.clear()
-        self._pool = None
+        self.pool.forget()
         self._short.forget()
         return sizes
 
@@ -239,10 +243,9 @@ class DecodeGraphs(LaterCaptures[int]):
         recording = record(
             self.kv.device,
             lambda: self.step(inputs.view, bucket),
-            self._pool,
+            self.pool,
             lambda: self.step(inputs.view, bucket, *self._short.parts),
         )
-        self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[bucket] = captured
         self._later.done(bucket)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +50,6 @@ class DrawChains:
     def __init__(self, graphs: DecodeGraphs, depth: int) -> None:
         self._graphs = graphs
         self._captured: dict[Chain, _Captured] = {}
-        self._pool: Any = None
         self.depth = depth
         self.buckets = [size for size in graphs.buckets if size <= _MOST_ROWS]
 
@@ -111,8 +110,7 @@ class DrawChains:
             tokens = torch.stack([graphs.step(partial(part_of, part), shape.rows)[1] for part in parts])
             return tokens, tokens
 
-        recording = record(device, draw, self._pool, draw)
-        self._pool = self._pool or recording.graph.pool()
+        recording = record(device, draw, graphs.pool, draw)
         captured = self._captured[shape] = _Captured(recording.graph, inputs, recording.results[0])
         return captured
 
@@ -120,5 +118,5 @@ class DrawChains:
         """Drop every graph, because what they read is about to move; what they were for, largest first."""
         shapes = sorted(self._captured, reverse=True)
         self._captured.clear()
-        self._pool = None
+        self._graphs.pool.forget()
         return shapes

@@ -17,7 +17,7 @@ import torch
 
 from penstock.engine.adapters.apply import GraphLora
 from penstock.engine.adapters.runtime import is_narrow
-from penstock.engine.backends.cuda.capture import Interrupted, interruptible
+from penstock.engine.backends.cuda.capture import GraphPool, Interrupted, interruptible
 from penstock.engine.backends.cuda.decode_graphs import DecodeGraphs, Kind
 from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
@@ -44,11 +44,13 @@ class GraphExecutor(EagerExecutor):
 
     def __init__(self, resources: RunnerResources) -> None:
         super().__init__(resources)
+        pool = GraphPool()
         self.graphs = DecodeGraphs(
             resources.decoder.captured(),
             resources.kv,
             resources.rows,
             max_rows=resources.max_rows,
+            pool=pool,
             max_tokens=resources.max_verified,
             followers=resources.decoder.followers,
         )
@@ -60,6 +62,7 @@ class GraphExecutor(EagerExecutor):
                 resources.kv,
                 resources.rows,
                 max_rows=resources.max_rows,
+                pool=pool,
                 followers=resources.decoder.followers,
                 kind=Kind.PROMPTS,
             )
@@ -246,12 +249,12 @@ class GraphFollower(Follower):
 
     def __init__(self, resources: FollowerResources) -> None:
         tables = BlockTables(resources.block_tables, resources.max_context)
-        max_rows = resources.max_rows
-        plain = DecodeGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
+        max_rows, pool = resources.max_rows, GraphPool()
+        plain = DecodeGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows, pool=pool)
         self.decodes = {Kind.DECODES: plain}
         if resources.decoder.captured_context is not None:
             self.decodes[Kind.LONG] = plain.for_long_contexts()
-        self.prompts = PromptGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
+        self.prompts = PromptGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows, pool=pool)
         if isinstance(resources.lora, GraphLora):
             kinds = (
                 (Kind.ADAPTED, resources.adapted),

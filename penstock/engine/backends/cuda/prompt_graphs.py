@@ -11,14 +11,13 @@ states, padding starts from none and keeps none.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.capture import record, watched
+from penstock.engine.backends.cuda.capture import GraphPool, record, watched
 from penstock.engine.backends.cuda.deferred import Deferred, LaterCaptures
 from penstock.engine.backends.cuda.long_prompts import Gathering
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
@@ -174,6 +173,7 @@ class PromptGraphs(LaterCaptures[Shape]):
         rows: Rows | BlockTables,
         *,
         max_rows: int,
+        pool: GraphPool,
         followers: Followers | None = None,
         kind: int = 0,
     ) -> None:
@@ -188,7 +188,7 @@ class PromptGraphs(LaterCaptures[Shape]):
         self._shapes = shapes_for(max_rows, rows.max_context)
         self._captured: dict[Shape, _Captured] = {}
         self._later = Deferred[Shape](WANTED)
-        self._pool: Any = None
+        self._pool = pool
         self._short = Short(decoder, kv)
         self.stateful = steps_have_states(decoder, kv)
         self._applies = all(isinstance(layer.mixer, _MIXERS) for layer in decoder.layers)
@@ -217,7 +217,8 @@ class PromptGraphs(LaterCaptures[Shape]):
         return shape
 
     def replay(self, packed: Packed, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay.
+        """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay of any graph of
+        the pool.
 
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
@@ -264,7 +265,7 @@ class PromptGraphs(LaterCaptures[Shape]):
         self._later.add(later)
         shapes = [shape for shape in shapes if shape not in self._later]
         self._captured.clear()
-        self._pool = None
+        self._pool.forget()
         self._short.forget()
         return shapes
 
@@ -282,7 +283,6 @@ class PromptGraphs(LaterCaptures[Shape]):
             self._pool,
             lambda: self.step(inputs, shape, *self._short.parts),
         )
-        self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
         self._later.done(shape)
