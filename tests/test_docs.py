@@ -346,7 +346,7 @@ def test_every_metric_is_documented() -> None:
 def test_settings_that_pages_name_exist(page: Path) -> None:
     known = {key.path for key in keys()}
     sections = "|".join({re.escape(path.split(".")[0]) for path in known})
-    for name in re.findall(rf"`((?:{sections})\.[a-z_]+)", page.read_text()):
+    for name in re.findall(rf"`((?:{sections})\.[a-z0-9_]+)", page.read_text()):
         if not name.endswith((".py", ".md")):
             assert name in known, f"{page.name} names {name}"
 
