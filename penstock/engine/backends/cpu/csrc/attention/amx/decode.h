@@ -218,7 +218,7 @@ inline void shape_groups(GroupShape sums, GroupShape four, GroupShape five, Grou
         shape.rows[i] = uint8_t(of.rows);
         shape.bytes[i] = uint16_t(of.bytes);
     }
-    _tile_loadconfig(&shape);
+    load_shape(shape);
 }
 
 }  // namespace pk::PK_SET

@@ -22,6 +22,10 @@ struct alignas(64) TileShape {
     uint8_t rows[16] = {};
 };
 
+// The intrinsic of GCC 12 tells the compiler of the first eight bytes alone, which may then leave out what is stored to the
+// others: registers without a shape, and an illegal instruction where one is used.
+PK_INLINE void load_shape(const TileShape& shape) { asm volatile("ldtilecfg %0" ::"m"(shape)); }
+
 // Registers 0..3: sums; 4, 5: activations of the first and second 16 rows; 6, 7: weights.
 // Loading the shape also zeroes them.
 PK_INLINE void shape_tiles(int first, int second) {
@@ -31,7 +35,7 @@ PK_INLINE void shape_tiles(int first, int second) {
         shape.bytes[i] = 64;
         shape.rows[i] = uint8_t(rows[i]);
     }
-    _tile_loadconfig(&shape);
+    load_shape(shape);
 }
 
 // The compiler does not know that loading a tile reads memory: keeps earlier stores before it.
