@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 # Read when torch is loaded: oneDNN would otherwise wake a thread for each product of these tiny models, which takes
-# longer than the product. Engines set the number of their own threads.
+# longer than the product. Engines set the number of their own threads; where those outnumber the free cores, as beside
+# other tests, the ones that wait for each other must not take the core from the ones that work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import functools
 import gc

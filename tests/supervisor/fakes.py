@@ -10,11 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.engine.process import die_with_parent
-from penstock.engine_host.server import EngineServer
 from penstock.errors import ConfigError
-from penstock.protocol.transport import Listener
 from penstock.supervisor.status import Alive, Failed, Listening, Progress, Started, StatusPipe
-from tests.engine_host.scripted import ScriptedEngine
 
 
 def engine(endpoint: str, status_fd: str, mode: str) -> int:
@@ -27,6 +24,10 @@ def engine(endpoint: str, status_fd: str, mode: str) -> int:
         return 2
     if mode == "crashing":
         os._exit(9)
+    from penstock.engine_host.server import EngineServer  # what gateways and broken engines do not wait for
+    from penstock.protocol.transport import Listener
+    from tests.engine_host.scripted import ScriptedEngine
+
     try:
         listener = Listener(endpoint)
     except ConfigError as error:

@@ -134,7 +134,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if "attention_multiplier" not in config:  # which is that scale
         require_same(where, key, "attention.scale", max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5)
     # What all families are asked, and this one's configuration does not have; its tensors are checked all the same.
-    config = {name: value for name, value in config.items() if family.rules.knows(name)}
+    rules = family.rules
+    config = {name: value for name, value in config.items() if rules.knows(name)}
     _add_token_ids(config, file)
     dense = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}.get(embedding.type_name)
     if dense is not None:

@@ -74,6 +74,9 @@ OTHERS = _FACTORS | frozenset(
 )  # fmt: skip
 """llama.cpp's keys for architectures that are not run here."""
 
+_SILENT: Mapping[str, tuple[int, ...]] = {key: (0, 1) if key in _FACTORS else (0,) for key in OTHERS}
+"""The values of those keys that say nothing."""
+
 _SPEAKING = ("attention.", "rope.", "expert", "ssm.", "wkv.")
 LONGEST_LIST = 100_000
 """Of numbers in an architecture's keys: one per layer, or a few."""
@@ -89,7 +92,7 @@ def check_keys(where: str, family: Family, keys: GGUFKeys) -> None:
             "attention.causal": (True,),
             "expert_gating_func": (0, 1),  # softmax, or left to the architecture
             "expert_weights_norm": (True,),
-            **{key: (0, 1) if key in _FACTORS else (0,) for key in OTHERS},
+            **_SILENT,
         },
         inert=INERT,
     )

@@ -77,7 +77,10 @@ class RandomCheckpoint:
         if name == self._embedding:
             scale = self.embedding_scale
         start, size = zlib.crc32(name.encode()) % POOL, math.prod(shape)
-        numbers = self._pool(where).repeat(-(-(start + size) // POOL))[start : start + size]
+        pool = self._pool(where)
+        if start + size > POOL:
+            pool = pool.repeat(-(-(start + size) // POOL))
+        numbers = pool[start : start + size]
         return numbers.mul(scale).reshape(shape)  # in memory of its own: kernels read faster what is aligned
 
     def mxfp4(self, name: str, device: str | torch.device | None = None) -> Mxfp4 | None:
