@@ -162,7 +162,7 @@ class AttentionOps(Protocol):
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -174,7 +174,8 @@ class AttentionOps(Protocol):
     ) -> Tensor:
         """Causal attention over cached latents: [T, heads * value].
 
-        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Latents are
+        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Without `kv` the
+        cache knows the new tokens already, and nothing is stored. `rotary` may be 0. Latents are
         normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
         [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
         `SCALE_DTYPE` [num_blocks, block_size], written with the tokens. With `added` `weights.up` is absorbed for all

@@ -31,7 +31,7 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainSpar
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
