@@ -199,15 +199,17 @@ class AttentionOps(NativeOps):
         if q.shape[1] != layout.heads * layout.query or cache.shape[2] != layout.cached:
             raise LayoutError(f"q is {tuple(q.shape)} and the cache {tuple(cache.shape)}, which do not fit {layout}")
         args = LatentArgs(
-            q=q.data_ptr(), kv=None if kv is None else kv.data_ptr(), norm=weights.norm.data_ptr(), up=weights.up.data_ptr(),
-            out=out.data_ptr(), cache=cache.data_ptr(), scales=None if scales is None else scales.data_ptr(),
+            q=q.data_ptr(), kv=None if kv is None else kv.data_ptr(), norm=weights.norm.data_ptr(),
+            up=weights.up.data_ptr(), out=out.data_ptr(), cache=cache.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
             cos_sin=cos_sin.data_ptr(), positions=view.positions, slots=view.slots, context_lens=view.context_lens,
             rows=view.rows, block_tables=view.block_tables, tokens=q.shape[0], q_stride=q.stride(0),
-            kv_stride=0 if kv is None else kv.stride(0), table_stride=view.table_stride, max_positions=cos_sin.shape[0],
-            num_slots=cache.shape[0] * cache.shape[1], heads=layout.heads, latent=layout.latent, plain=layout.plain,
-            rotary=layout.rotary, value=layout.value, block_size=cache.shape[1], interleaved=layout.interleaved,
-            dtype=code, cache_dtype=CACHE_CODES[cache.dtype], norm_dtype=dtype_code(weights.norm, "norm"),
-            scale=layout.scale, eps=weights.eps,
+            kv_stride=0 if kv is None else kv.stride(0), table_stride=view.table_stride,
+            max_positions=cos_sin.shape[0], num_slots=cache.shape[0] * cache.shape[1], heads=layout.heads,
+            latent=layout.latent, plain=layout.plain, rotary=layout.rotary, value=layout.value,
+            block_size=cache.shape[1], interleaved=layout.interleaved, dtype=code,
+            cache_dtype=CACHE_CODES[cache.dtype], norm_dtype=dtype_code(weights.norm, "norm"), scale=layout.scale,
+            eps=weights.eps,
         )  # fmt: skip
         problem = self._lib.pk_latent_attention(self._ctx, byref(args))
         if problem:

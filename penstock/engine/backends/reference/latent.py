@@ -138,8 +138,9 @@ def keep(
     cache: Tensor,
     scales: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Store the new tokens, where there is something to store; what rotates each. What attends to one part of a step after the other stores all of it
-    first: a sequence may share blocks with another that fills them in the same step."""
+    """Store the new tokens, where there is something to store; what rotates each. What attends to one part of a step
+    after the other stores all of it first: a sequence may share blocks with another that fills them in the same
+    step."""
     half = layout.rotary // 2
     table = cos_sin[batch.positions]
     cos, sin = table[:, :half], table[:, half:]

@@ -135,10 +135,10 @@ def _experts(raw: HFConfig) -> MoeConfig | None:
     layers, ffn = sparse_by_type(raw, count(raw, "first_k_dense_replace")), integer(raw, "moe_intermediate_size")
     if not any(layers):
         return None
-    # All three keys mean the same; the reference prefers `num_experts`.
-    named = ("num_experts", "num_local_experts", "n_routed_experts")
+    # All three keys mean the same; the reference prefers `num_local_experts`, then `num_experts`.
+    named = "num_experts" if raw.get("num_experts") is not None else "n_routed_experts"
     moe = MoeConfig(
-        experts=integer(raw, next(key for key in named if raw.get(key) is not None)),
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else named),
         top_k=integer(raw, "num_experts_per_tok"),
         ffn_size=ffn,
         layers=layers,
@@ -163,7 +163,8 @@ def _fields(raw: HFConfig) -> ConfigFields:
     cap = number(raw, "final_logit_softcapping")
     if cap <= 0:
         raise CheckpointError(f"final_logit_softcapping is {cap:g}; it must be positive")
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or _USUAL
+    given = _USUAL if raw.get("rope_parameters") is None else raw["rope_parameters"]
+    given = raw.get("rope_scaling") or given
     # The reference rotates a head's part of that name, whatever the key of sizes says.
     others = {key: value for key, value in raw.items() if key not in ("rope_scaling", "head_dim")}
     fields = latent_fields({**others, "rope_parameters": given}, interleaved=True)
