@@ -34,7 +34,7 @@ def cos_sin_table(
             frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
     except ArithmeticError as error:
         raise CheckpointError(f"the rope parameters of kind {rope.kind} have no frequencies: {error}") from None
-    if factors is not None:
+    if factors is not None and not factors.is_meta:
         frequencies = frequencies * factors.cpu()
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
