@@ -71,11 +71,11 @@ class KVCache:
         """By layer of the decoder: what its mixer is called with."""
         for index, kind in enumerate(shape.kinds):
             if isinstance(kind, OfLayer):
-                self.layers[index] = self._first_of(kind.layer)
+                self.layers[index] = self.first_of(kind.layer)
             elif isinstance(kind, BothKinds) and isinstance(kind.first, OfLayer):
-                self.layers[index] = self._first_of(kind.first.layer), self.layers[index][1]
+                self.layers[index] = self.first_of(kind.first.layer), self.layers[index][1]
 
-    def _first_of(self, layer: int) -> Any:
+    def first_of(self, layer: int) -> Any:
         """What another layer shares of its cache."""
         return self.layers[layer][0] if isinstance(self.shape.kinds[layer], BothKinds) else self.layers[layer]
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import IndexLayout, IndexNorm, LatentLayout, LatentWeights
+from penstock.engine.backends.interface import HeadScales, IndexLayout, IndexNorm, LatentLayout, LatentWeights
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.composed import StackedLinear
-from penstock.engine.models.layers.head_scales import HeadScales, logarithms_of
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear, WideLinear
-from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.layers.rotary import log_positions, query_scales
 from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
 from penstock.errors import CheckpointError
 
@@ -104,7 +103,10 @@ def compose_attention(context: LayerContext) -> LatentAttention:
 def compose_scales(context: LayerContext, at: str, heads: int) -> HeadScales:
     read, positions = context.read, len(context.cos_sin)
     rates, offsets = (read.get(f"{at}{SCALES}.{part}", heads, dtype=torch.float32) for part in ("scale", "bias"))
-    return HeadScales(rates, offsets, logarithms_of(positions, read.backend.device))
+    key = f"{SCALES} of {positions}"
+    if key not in read.made:  # which all layers share
+        read.made[key] = log_positions(positions, read.backend.device)
+    return HeadScales(rates, offsets, read.made[key])
 
 
 def _cache_scale(context: LayerContext) -> Tensor:

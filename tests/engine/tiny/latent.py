@@ -138,6 +138,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **MISTRAL_LARGE4,
             "num_hidden_layers": 4,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 32,
             "indexer_types": None,
             "no_rope_layers": None,
             "kv_source_layers": None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import (
+    head_scales,
     index_choice,
     index_rows,
     index_scores,
@@ -26,6 +27,7 @@ from penstock.engine.backends.cuda.kernels.latent_tile import ChosenSlots
 from penstock.engine.backends.interface import (
     AttentionBatch,
     Chosen,
+    HeadScales,
     IndexLayout,
     IndexNorm,
     LatentAdditions,
@@ -71,6 +73,9 @@ class LatentOps(PlainIndexing):
             alone = self.batch_invariant and batch.num_decodes == q.shape[0]
             return absorbed_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone)
         return self._attend_latents(q, kv, layout, weights, cos_sin, batch, cache, scales, added, None)
+
+    def scale_heads(self, queries: Tensor, positions: Tensor, scales: HeadScales) -> Tensor:
+        return head_scales.scale(queries, positions, scales, pdl=self.pdl)
 
     def store_index_keys(
         self, keys: Tensor, norm: IndexNorm, layout: IndexLayout, cos_sin: Tensor, batch: AttentionBatch, cache: Tensor

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.interface import AttentionBatch, Chosen, IndexLayout, IndexNorm, Ops
-from penstock.engine.models.layers.head_scales import HeadScales
+from penstock.engine.backends.interface import AttentionBatch, Chosen, HeadScales, IndexLayout, IndexNorm, Ops
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -49,7 +48,7 @@ class Indexer:
             narrow = F.layer_norm(x, (x.shape[1],), weight, bias, eps)
         queries, weights = self.queries(narrow), self.head_weights(x)
         if self.scales is not None:
-            queries = self.scales(queries, batch.positions)
+            queries = self.ops.scale_heads(queries, batch.positions, self.scales)
         return self.ops.choose_tokens(
             queries, weights, self.layout, self.cos_sin, batch, cache, block_size, every=every
         )

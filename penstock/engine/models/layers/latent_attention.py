@@ -23,13 +23,13 @@ from penstock.engine.backends.interface import (
     ActivationOps,
     AttentionBatch,
     Chosen,
+    HeadScales,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
     Ops,
 )
 from penstock.engine.kv.kinds import BothKinds, CacheKind, OfLayer, PagedLatent, PagedLatentCache, PagedRows
-from penstock.engine.models.layers.head_scales import HeadScales
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.linear import Linear
 
@@ -173,7 +173,7 @@ class LatentAttention:
 
     def _grown(self, q: Tensor, batch: AttentionBatch) -> Tensor:
         if self.head_scales is not None:
-            return self.head_scales(q, batch.positions)
+            return self.attention_ops.scale_heads(q, batch.positions, self.head_scales)
         if self.query_scales is None:
             return q
         return (q * self.query_scales[batch.positions].unsqueeze(-1)).to(q.dtype)

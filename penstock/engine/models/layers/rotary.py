@@ -46,6 +46,11 @@ def query_scales(growth: QueryGrowth, positions: int, device: torch.device) -> T
     return (periods.log1p() * growth.strength + 1.0).to(device)
 
 
+def log_positions(positions: int, device: torch.device) -> Tensor:
+    """float32 [positions]; see `HeadScales`."""
+    return (torch.arange(positions) + 1).float().log().to(device)
+
+
 def _frequencies(rope: RopeConfig, dim: int, positions: int) -> tuple[Tensor, float]:
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     wavelengths = rope.theta**exponents
