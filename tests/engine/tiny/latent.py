@@ -139,6 +139,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **MISTRAL_LARGE4,
             "num_hidden_layers": 4,
             "v_head_dim": 16,
+            "index_head_dim": 16,
             "moe_intermediate_size": 32,
             "indexer_types": None,
             "no_rope_layers": None,
