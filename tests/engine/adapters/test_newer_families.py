@@ -155,7 +155,7 @@ def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"attention_parallel": "data"}, {}], ids=str)
-@pytest.mark.parametrize("family", ["axk2", "hy-v4"])
+@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4"])
 def test_ranks_that_share_otherwise_give_the_same(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     base = write_checkpoint(family, tmp_path / "base")
     trained(base, tmp_path / "tuned", family, "experts")
@@ -260,6 +260,8 @@ def test_modules_that_a_model_does_not_have(tmp_path: Path, family: str, old: st
     [
         ("axk2", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("hy-v4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        ("mistral-large4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        ("mistral-large4", "LoraConfig", {**LORA, "modules_to_save": ["kv_a_layernorm"]}, "cannot apply .*kv_a_lay"),
         ("hy-v4", "LoraConfig", {**LORA, "target_parameters": ["attn_hc.fn"]}, "cannot apply .*attn_hc"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["input_layernorm"]}, "cannot apply .*input_layernorm.*fc1"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["q_a_layernorm"]}, "cannot apply .*q_a_layernorm"),
