@@ -135,6 +135,7 @@ BASES: dict[str, dict[str, Any]] = {
                                      "llama_4_scaling_beta": 0.5}},
     "mistral_large4_text": {**LATENT, "index_topk": 20, "index_head_dim": 12, "index_n_heads": 12,
                             "final_logit_softcapping": 8.0, "no_rope_layer_interval": 2, "rope_theta": ABSENT,
+                            "kv_source_layers": [0, 1, 0, 1],
                             "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0,
                                                 "original_max_position_embeddings": 24, "attention_factor": 1.2}},
     "ministral3": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
