@@ -74,7 +74,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+BRIEF = [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BRIEF)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -195,7 +198,11 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*((family, "PromptTuningConfig") for family in FAMILIES), ("hrm-text", "PrefixTuningConfig")],
+    [
+        *((family, "PromptTuningConfig") for family in FAMILIES[:-1]),
+        pytest.param(FAMILIES[-1], "PromptTuningConfig", marks=pytest.mark.slow),
+        ("hrm-text", "PrefixTuningConfig"),
+    ],
 )
 def test_virtual_tokens(tmp_path: Path, family: str, kind: str) -> None:
     """Of prefix tuning each run of a layer has keys and values of its own."""
