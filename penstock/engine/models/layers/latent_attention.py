@@ -58,8 +58,9 @@ class LatentAttention:
     most: int | None = None
     """How many cached tokens a token attends to; None: all."""
     query_scales: Tensor | None = None
-    """float32 [positions]: what queries are multiplied by; or, with factors of each head:"""
+    """float32 [positions]: what queries are multiplied by."""
     head_scales: HeadScales | None = None
+    """What those of each head are multiplied by instead."""
     source: int | None = None
     """The layer whose latents it attends to; None: its own."""
     indexer: Indexer | None = None
