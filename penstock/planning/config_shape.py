@@ -68,6 +68,14 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         if index is not None:
             mla = replace(mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers)
         mla = replace(mla, gated_queries=latent.gated_queries, gate_rank=latent.gate_rank)
+        mla = replace(
+            mla,
+            unrotated=latent.unrotated,
+            shared=tuple(latent.shares(layer) for layer in range(model.num_layers)) if latent.sources else (),
+            starts=model.stage_starts,
+            index_from_inputs=index is not None and index.normed_inputs,
+            head_scales=latent.head_scales,
+        )
     sparse = model.sparse_blocks
     return ModelShape(
         name=name,
@@ -95,6 +103,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         sandwich_norms=bool(names.mixer_out_norm and names.mixer_norm),
         one_norm=model.one_norm,
         expert_norm=bool(names.feed_forward_out_norm) and not names.mixer_out_norm,
+        rope_factors=latent.rotary // 2 if latent is not None and model.learned_frequencies else 0,
         norm_parts=(1 if names.final_norm else 0) + model.norm_bias,
         head_bias=model.head_bias,
         sinks=model.attention_sinks,

@@ -304,8 +304,8 @@ def _check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
         )
     if pipeline > shape.layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {shape.layers} layers of {shape.name}")
-    if shape.mla is not None and shape.mla.indexed and pipeline > sum(shape.mla.indexed):
+    if shape.mla is not None and shape.mla.starts and pipeline > sum(shape.mla.starts):
         raise ConfigError(
-            f"pipeline_parallel: {pipeline} is more than the {sum(shape.mla.indexed)} layers of {shape.name} with an "
-            "indexer, with which stages begin"
+            f"pipeline_parallel: {pipeline} is more than the {sum(shape.mla.starts)} layers of {shape.name} with an "
+            "indexer with which stages may begin"
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
 from penstock.planning.graphs import graph_bytes
+from penstock.planning.numbers import kv_element_bytes
 
 GIB = 1 << 30
 CONTEXTS = tuple(1024 << power for power in range(8))
@@ -235,6 +236,9 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     if shape.gated_streams is not None:
         attending, dense = shape.attended_in(first, last), deployment.weights.dense_bytes
         keys += shape.gated_streams.block_bytes(attending, deployment.block_size, dense)
+    if shape.mla is not None and shape.mla.unrotated:  # vectors of two widths, each with a scale
+        kept, form = shape.mla.kept_in(first, last), deployment.kv_format
+        return round(sum(width * kv_element_bytes(form, width) for width in kept) * deployment.block_size) + keys
     return round(elements * deployment.block_size * deployment.kv_bytes) + keys
 
 
@@ -374,7 +378,7 @@ def _adapted_attention(deployment: Deployment, layer: int) -> tuple[int, int]:
         return 0, 0
     if mla is not None:
         indexed, routed = bool(mla.indexed) and mla.indexed[layer], shape.moe is not None and shape.moe.layers[layer]
-        return mla.adapted(hidden, heads, shape.output_gate, indexed, routed)
+        return mla.at(layer).adapted(hidden, heads, shape.output_gate, indexed, routed)
     queries, keys = heads * shape.head_dim, deployment.kv_heads_per_device * shape.head_dim
     gates, sparse = shape.gates_of(heads, shape.head_dim), shape.sparse_blocks
     inputs, outputs = (3 + shape.output_gate) * hidden + queries, queries + gates + 2 * keys + hidden
@@ -460,7 +464,7 @@ def gathered_bytes(deployment: Deployment) -> int:
 def _span(deployment: Deployment, stage: int) -> Span:
     tensor, pipeline = deployment.tensor_parallel, deployment.pipeline_parallel
     shape, place = deployment.shape, Place(stage * tensor, tensor, pipeline)
-    return layer_span(shape.layers, place, () if shape.mla is None else shape.mla.indexed)
+    return layer_span(shape.layers, place, () if shape.mla is None else shape.mla.starts)
 
 
 def _weights_source(deployment: Deployment) -> str:

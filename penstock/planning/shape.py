@@ -111,6 +111,10 @@ class LayerKind(NamedTuple):
     sinks: bool
     queries: int
     """Query heads."""
+    unrotated: bool
+    """With latent attention: whether it rotates nothing, """
+    shares: bool
+    """and whether it attends to another layer's latents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +157,8 @@ class ModelShape:
     """Of a layer whose attention and feed-forward read the same."""
     expert_norm: bool = False
     """Whether there is a norm behind experts alone."""
+    rope_factors: int = 0
+    """Stored ones, of rotary frequencies."""
     norm_parts: int = 1
     """Numbers that a norm of the residual stream has for each dimension: gains, biases."""
     head_bias: bool = False
@@ -225,6 +231,8 @@ class ModelShape:
             told=self.gated_streams is not None and self.gated_streams.tables[index] > 0,
             sinks=self.sinks and not (self.window_sinks and self.windows[index] is None),
             queries=self.queries_in(index),
+            unrotated=mla is not None and bool(mla.unrotated) and mla.unrotated[index],
+            shares=mla is not None and bool(mla.shared) and mla.shared[index],
         )
 
     def _parts(self, kind: LayerKind) -> LayerParts:
@@ -276,9 +284,10 @@ class ModelShape:
         if mixer is not None and not self._beside:
             return mixer.matrices(hidden), 0, 0, small + mixer.others(hidden)
         if mla is not None:
+            mla = mla.of(unrotated=kind.unrotated, shares=kind.shares)
             query_output = mla.by_heads(hidden, self.heads, self.gated_attention)
             latent = mla.for_all_heads(hidden, kind.indexed, kind.routed)
-            small += mla.others(hidden, kind.indexed) + (hidden if self.output_bias else 0)
+            small += mla.others(hidden, self.heads, kind.indexed) + (hidden if self.output_bias else 0)
         elif self.compression is not None:
             query_output = self.compression.by_heads(hidden)
             latent = self.compression.for_all_heads(hidden, kind.rate, kind.indexed)
@@ -354,7 +363,7 @@ class ModelShape:
         if self.kept_layers:  # which are all alike; and a vector that the first of them reads
             layers = layers * self.kept_layers // self.layers + self.hidden
         head = 0 if self.tied_embeddings else self.head_parameters
-        small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0)
+        small = self.norm_parts * self.hidden + (self.vocab if self.head_bias else 0) + self.rope_factors
         streams = self.compression or self.gated_streams
         last = 0 if streams is None else streams.head(self.hidden)
         if self.apart_streams:
@@ -390,7 +399,7 @@ class ModelShape:
     def kv_elements_in(self, first: int, last: int, shards: int = 1) -> int:
         """Elements that one token leaves in some layers' cache, on one of `shards`; without those for an indexer."""
         if self.mla is not None:
-            return self.attended_in(first, last) * self.mla.cached
+            return sum(sum(self.mla.kept_in(index, index + 1)) for index in range(first, last) if self._attended(index))
         return sum(self._kept_in(index, shards) for index in range(first, last) if self._attended(index))
 
     def _kept_in(self, index: int, shards: int = 1) -> int:

@@ -283,17 +283,17 @@ def _windows(deployment: Deployment) -> tuple[Window, ...]:
         found: Counter[tuple[int | None, int, int]] = Counter()
         for layer, window in enumerate(shape.windows):
             heads = shape.heads_in(layer)
-            elements = 2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim
-            found[window, elements, shape.queries_in(layer) * heads.head_dim] += 1
+            width = 2 * max(1, heads.kv_heads // deployment.tensor_parallel) * heads.head_dim
+            found[window, width, shape.queries_in(layer) * heads.head_dim] += 1
         return tuple(
-            Window(count * elements * deployment.kv_bytes, count * 4 * queries, length)
-            for (length, elements, queries), count in found.items()
+            Window(count * width * deployment.kv_bytes, count * 4 * queries, length)
+            for (length, width, queries), count in found.items()
         )
     if mla is None:
-        elements = 2 * deployment.kv_heads_per_device * shape.head_dim
+        elements = float(2 * deployment.kv_heads_per_device * shape.head_dim)
         flops = 4 * shape.heads * shape.head_dim
     else:
-        elements = mla.cached
+        elements = sum(mla.at(layer).cached for layer in range(shape.layers)) / shape.layers
         flops = 2 * shape.heads * (mla.nope_dim + mla.rope_dim + mla.value_dim)
     layers = Counter(shape.attention_windows)
     return tuple(

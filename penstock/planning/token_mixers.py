@@ -3,7 +3,7 @@ which keep nothing per token but a state per sequence. `Compression` is in a fil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,47 @@ class Mla:
     """Whether queries are made of the compressed vector with its norm and without, each with a gate."""
     gate_rank: int = 0
     """Of the gates behind the norms before attention and before experts; 0: there are none."""
+    unrotated: tuple[bool, ...] = ()
+    """Which layers rotate nothing: all of a head is plain there; empty: none."""
+    shared: tuple[bool, ...] = ()
+    """Which layers attend to the latents of another; empty: none."""
+    starts: tuple[bool, ...] = ()
+    """With which layers a stage of a pipeline may begin; empty: with any."""
+    index_from_inputs: bool = False
+    """Whether queries of indexers are made of what the layer reads, behind a LayerNorm."""
+    head_scales: bool = False
+    """Whether every head, those of indexers too, has two numbers that queries are scaled by."""
+    shares: bool = False
+    """Of a layer, whether it makes no latents."""
+
+    def of(self, *, unrotated: bool, shares: bool) -> Mla:
+        """Of a layer like that."""
+        rotary = 0 if unrotated else self.rope_dim
+        return replace(self, rope_dim=rotary, nope_dim=self.nope_dim + self.rope_dim - rotary, shares=shares)
+
+    def at(self, layer: int) -> Mla:
+        unrotated, shares = (bool(kinds) and kinds[layer] for kinds in (self.unrotated, self.shared))
+        return self.of(unrotated=unrotated, shares=shares) if unrotated or shares else self
+
+    def kept_in(self, first: int, last: int) -> list[int]:
+        """Elements of the cache per token of those layers that have their own latents, without the indexer's."""
+        layers = (self.at(layer) for layer in range(first, last))
+        return [one.cached for one in layers if not one.shares]
 
     @property
     def cached(self) -> int:
-        """Elements of the cache per token and layer, without the indexer's."""
+        """Elements of the cache per token that a layer reads, without the indexer's."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def made(self) -> int:
+        """Those that it makes."""
+        return 0 if self.shares else self.cached
+
+    @property
+    def _asks(self) -> int | None:
+        """Width of what queries of an indexer are made of; None: that of the layer's inputs."""
+        return None if self.index_from_inputs else self.q_rank or 0
 
     def by_heads(self, hidden: int, heads: int, output_gate: bool) -> int:
         """Parameters of a layer's matrices that have a part for each head."""
@@ -44,26 +80,28 @@ class Mla:
     def for_all_heads(self, hidden: int, indexed: bool, routed: bool) -> int:
         """Parameters of the matrices that all heads share: those that compress, the indexer's, and those of gates
         behind norms; `routed` layers have one before their experts too."""
-        rank = self.q_rank or 0
-        indexer = hidden * self.index_dim + rank * self.index_heads * self.index_dim if indexed else 0
-        return hidden * (self.cached + rank) + indexer + 2 * hidden * self.gate_rank * (1 + routed)
+        rank, asks = self.q_rank or 0, hidden if self._asks is None else self._asks
+        indexer = hidden * self.index_dim + asks * self.index_heads * self.index_dim if indexed else 0
+        return hidden * (self.made + rank) + indexer + 2 * hidden * self.gate_rank * (1 + routed)
 
-    def others(self, hidden: int, indexed: bool) -> int:
+    def others(self, hidden: int, heads: int, indexed: bool) -> int:
         """Parameters beside them."""
         rank = self.q_rank or 0
-        biases = self.cached + rank if self.bias else 0
-        return rank + self.kv_rank + biases + (hidden * self.index_heads + 2 * self.index_dim if indexed else 0)
+        biases = self.made + rank if self.bias else 0
+        indexer = hidden * self.index_heads + 2 * self.index_dim + (2 * hidden if self.index_from_inputs else 0)
+        scaled = heads + (self.index_heads if indexed else 0) if self.head_scales else 0
+        return rank + (0 if self.shares else self.kv_rank) + biases + (indexer if indexed else 0) + 2 * scaled
 
     def adapted(self, hidden: int, heads: int, output_gate: bool, indexed: bool, routed: bool) -> tuple[int, int]:
         """Inputs and outputs of the linears of a layer that adapters may change, of which a rank has `heads`."""
         queries, values, rank = heads * (self.nope_dim + self.rope_dim), heads * self.value_dim, self.q_rank or 0
-        inputs, outputs = 2 * hidden + rank + values, rank + self.cached + queries + hidden
+        inputs, outputs = (1 if self.shares else 2) * hidden + rank + values, rank + self.made + queries + hidden
         if self.gated_queries:
             inputs, outputs = inputs + rank, outputs + values
         if output_gate:
             inputs, outputs = inputs + hidden, outputs + values
         if indexed:
-            inputs += 2 * hidden + rank
+            inputs += 2 * hidden + (hidden if self._asks is None else self._asks)
             outputs += self.index_dim + self.index_heads * self.index_dim + self.index_heads
         gates = (hidden + self.gate_rank) * (1 + routed) if self.gate_rank else 0
         return inputs + gates, outputs + gates

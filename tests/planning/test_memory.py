@@ -42,7 +42,7 @@ from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
-from tests.planning.test_model_shape import INDEX, LAGUNA, MINIMAX_M3, STEP, of
+from tests.planning.test_model_shape import INDEX, LAGUNA, LARGE4_SHARED, MINIMAX_M3, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -155,6 +155,7 @@ NEWEST = [
     of("deepseek_v32", **SPARSE, **INDEX, n_group=4, topk_group=2),
     of("axk2", **SPARSE, **INDEX, mlp_layer_types=["sparse", "dense", "sparse"], gated_norm_rank=6),
     of("hy_v4", **SPARSE, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
+    {**of("mistral_large4_text", **SPARSE), **LARGE4_SHARED},
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
     {**of("minimax_m3_vl_text"), **MINIMAX_M3},
@@ -203,7 +204,18 @@ def test_shares_are_the_engines() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama-gqa", "deepseek-v32", "hrm-text", "axk2", "qwen4-exp", "minimax-m3", "hy-v4", "deepseek-v4", "laguna"],
+    [
+        "llama-gqa",
+        "deepseek-v32",
+        "hrm-text",
+        "axk2",
+        "qwen4-exp",
+        "minimax-m3",
+        "hy-v4",
+        "deepseek-v4",
+        "laguna",
+        "mistral-large4",
+    ],
 )
 def test_rows_of_the_largest_captured_step_are_those_of_the_engine(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.bench import shapes as bench_shapes
 from penstock.engine.loading.random_checkpoint import tensor_shapes
 from penstock.engine.models.families import FAMILIES, read_config
 from penstock.engine.parallel.cache_parts import CacheParts
+from penstock.engine.parallel.kind_parts import KindParts
 from penstock.errors import CheckpointError, ConfigError, SourceError
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config
@@ -33,7 +35,7 @@ TINY: dict[str, Any] = {
 
 OVER_LATENTS = (
     "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "minicpm3",
-    "youtu", "mistral4", "axk2", "hy_v4",
+    "youtu", "mistral4", "axk2", "hy_v4", "mistral_large4_text",
 )  # fmt: skip
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -41,6 +43,13 @@ LATENT = {
     "moe_intermediate_size": 24, "head_dim": None,
 }  # fmt: skip
 INDEX = {"q_lora_rank": 24, "index_head_dim": 12, "index_n_heads": 6, "index_topk": 24, "first_k_dense_replace": 1}
+LARGE4: dict[str, Any] = {key: value for key, value in INDEX.items() if key != "q_lora_rank"} | {
+    "attention_bias": True, "no_rope_layers": [1, 0, 1],
+}  # fmt: skip
+LARGE4_SHARED = LARGE4 | {
+    "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 0], "kv_source_layers": [0, 1, 2, 1, 1],
+    "indexer_types": ["full"] * 4 + ["shared"],
+}  # fmt: skip
 LAGUNA = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
@@ -147,6 +156,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("axk2", **LATENT, **INDEX, n_group=4, topk_group=2, attention_bias=True),
         of("axk2", **LATENT, **INDEX, mlp_layer_types=["sparse", "dense", "sparse"]),
         of("hy_v4", **LATENT, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
+        {**of("mistral_large4_text", **LATENT), **LARGE4},
+        {**of("mistral_large4_text", **LATENT), **LARGE4_SHARED},
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),
@@ -225,6 +236,19 @@ def test_indexers_keep_a_key_in_the_type_of_activations() -> None:
     kinds = CacheParts(read_config(config), 16, torch.int8, torch.bfloat16).whole().kinds
     deployment = Deployment(shape=shape, device=device("h100"), kv_dtype="int8", block_size=16)
     assert kv_block_bytes(deployment) == sum(kind.block_bytes for kind in kinds)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_latents_of_two_widths_and_of_other_layers(stage: int) -> None:
+    config = {**of("mistral_large4_text", **LATENT), **LARGE4_SHARED}
+    shape = shape_of_config(config, "tiny")
+    assert shape.kv_bytes_per_token(2) == 2 * (40 + 32 + 40) + 2 * 4 * 12
+    kinds = KindParts(read_config(config), 16, torch.int8, torch.bfloat16).whole().kinds
+    of_stages = Deployment(shape=shape, device=device("h100"), kv_dtype="int8", block_size=16, pipeline_parallel=2)
+    own = kinds[:1] if stage == 0 else kinds[1:]  # the others attend to latents of the second
+    assert kv_block_bytes(of_stages, stage) == sum(kind.block_bytes for kind in own)
+    with pytest.raises(ConfigError, match="3 is more than the 2 layers of tiny with an indexer"):
+        replace(of_stages, pipeline_parallel=3)
 
 
 def test_windows_bound_what_attention_reads() -> None:

@@ -154,8 +154,11 @@ def _latent_attention_sites(config: ModelConfig, latent: LatentConfig, queries: 
     at, values = names.attention, config.num_heads * latent.value
     of: dict[str, Any] = {"of_attention": True, "layers": _with_latents(config)}
     first, size = ("q_proj", queries) if narrow is None else ("q_a_proj", narrow)
-    made = (f"{at}{first}", f"{at}kv_a_proj_with_mqa"), (size, latent.rank + latent.rotary)
-    sites = [Site("inputs", *made, hidden, **of)]
+    sites = []
+    for cached, layers in _latent_kinds(config, latent):
+        modules, sizes = (f"{at}{first}", f"{at}kv_a_proj_with_mqa"), (size, cached)
+        parts = 2 if cached else 1  # queries alone, where latents are another layer's
+        sites.append(Site("inputs", modules[:parts], sizes[:parts], hidden, **{**of, "layers": layers}))
     if narrow is not None and latent.gated_queries:
         aliases = (f"{at}{_GATED_QUERY_UP}",)
         sites.append(Site("query_up", (f"{at}q_b_proj",), (queries + values,), 2 * narrow, aliases=aliases, **of))
@@ -166,6 +169,16 @@ def _latent_attention_sites(config: ModelConfig, latent: LatentConfig, queries: 
         sites.append(Site("output_gate", (at + names.output_gate,), (values,), hidden, **of))
     nets = () if config.delta is None else _channel_delta_sites(config.delta, at, hidden)
     return *sites, *nets, *_index_sites(config, latent), *_input_gate_sites(config, latent)
+
+
+def _latent_kinds(config: ModelConfig, latent: LatentConfig) -> list[tuple[int, tuple[bool, ...] | None]]:
+    """What layers make of their inputs to be cached, numbers of a token, and which layers: those of each kind, in one
+    order for the whole model and for any stage of it. None: all that have latents."""
+    if latent.uniform:
+        return [(latent.rank + latent.rotary, _with_latents(config))]
+    every = range(config.num_layers)
+    made = [0 if latent.shares(layer) else latent.cached_in(layer) for layer in every]
+    return [(kind, tuple(one == kind for one in made)) for kind in (latent.rank + latent.rotary, latent.rank, 0)]
 
 
 def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
@@ -196,12 +209,13 @@ def _sites_by_heads(config: ModelConfig) -> tuple[Site, ...]:
 def _index_sites(config: ModelConfig, latent: LatentConfig) -> tuple[Site, ...]:
     """Of what chooses the tokens that are attended to; only their order says something, so few adapters touch it."""
     index, at = latent.index, f"{family_of(config.family).names.attention}{LATENT_INDEXER}"
-    if index is None or latent.query_rank is None:
+    inputs = config.hidden_size if index is not None and index.normed_inputs else latent.query_rank
+    if index is None or inputs is None:
         return ()
     of: dict[str, Any] = {"layers": index.layers, "further": True}
     return (
         Site("indexer.keys", (at + INDEX_KEYS,), (index.dim,), config.hidden_size, **of),
-        Site("indexer.queries", (at + INDEX_QUERIES,), (index.heads * index.dim,), latent.query_rank, **of),
+        Site("indexer.queries", (at + INDEX_QUERIES,), (index.heads * index.dim,), inputs, **of),
         Site("indexer.head_weights", (at + INDEX_WEIGHTS,), (index.heads,), config.hidden_size, **of),
     )
 
@@ -258,10 +272,17 @@ def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
         return ()
     module = (f"{family_of(config.family).names.attention}kv_b_proj",)
     at: dict[str, Any] = {"further": True, "experts": config.num_heads, "layers": _with_latents(config)}
-    return (
-        Site(LATENT_KEYS, module, (latent.rank,), latent.plain, heads="keys", **at),
-        Site(LATENT_VALUES, module, (latent.value,), latent.rank, heads="values", **at),
-    )
+    kinds = [(latent.plain, at["layers"])]
+    if latent.unrotated:
+        plain = [latent.plain_in(layer) for layer in range(config.num_layers)]
+        sizes = (latent.plain, latent.plain + latent.rotary)
+        kinds = [(size, tuple(one == size for one in plain)) for size in sizes]
+    sites: list[Site] = []
+    for size, layers in kinds:
+        of = {**at, "layers": layers}
+        sites.append(Site(LATENT_KEYS, module, (latent.rank,), size, heads="keys", **of))
+        sites.append(Site(LATENT_VALUES, module, (latent.value,), latent.rank, heads="values", **of))
+    return tuple(sites)
 
 
 def _with_latents(config: ModelConfig) -> tuple[bool, ...] | None:

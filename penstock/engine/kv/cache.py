@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kv.kinds import CacheKind, CacheTensors, OfLayer, PagedKV, PagedRows
+from penstock.engine.kv.kinds import BothKinds, CacheKind, CacheTensors, OfLayer, PagedKV, PagedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,13 @@ class KVCache:
         """By layer of the decoder: what its mixer is called with."""
         for index, kind in enumerate(shape.kinds):
             if isinstance(kind, OfLayer):
-                self.layers[index] = self.layers[kind.layer]
+                self.layers[index] = self.first_of(kind.layer)
+            elif isinstance(kind, BothKinds) and isinstance(kind.first, OfLayer):
+                self.layers[index] = self.first_of(kind.first.layer), self.layers[index][1]
+
+    def first_of(self, layer: int) -> Any:
+        """What another layer shares of its cache."""
+        return self.layers[layer][0] if isinstance(self.shape.kinds[layer], BothKinds) else self.layers[layer]
 
     @property
     def block_size(self) -> int:

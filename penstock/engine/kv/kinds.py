@@ -223,7 +223,8 @@ class NothingKept:
 
 @dataclass(frozen=True, slots=True)
 class OfLayer(NothingKept):
-    """Of a layer that is called with the cache of another one, before it."""
+    """Of a layer that is called with the cache of another one, before it; where that has two, with the first of
+    them."""
 
     layer: int
 

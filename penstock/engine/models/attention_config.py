@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,9 @@ class IndexConfig:
     """Whether the last dimensions of its heads are rotated, not the first."""
     norm_eps: float = 1e-6
     """Of the norm of its keys."""
+    normed_inputs: bool = False
+    """Whether its queries are made of what the layer reads, behind a LayerNorm, not of the vector that queries of
+    attention are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,44 @@ class LatentConfig:
     each query."""
     gate_rank: int = 0
     """Of the gates behind the norms of layers; 0: there are none."""
+    unrotated: tuple[bool, ...] = ()
+    """In which layers, and their indexers, nothing is rotated: the `rotary` dimensions of a head are plain ones there,
+    and latents alone are cached. Empty: in none."""
+    sources: tuple[int, ...] = ()
+    """The layer whose latents each layer attends to; empty: its own, everywhere. A source has its own."""
+    head_scales: bool = False
+    """Whether queries of every head, those of indexers too, have a factor that grows with the logarithm of their
+    position."""
+
+    def rotary_in(self, layer: int) -> int:
+        """Dimensions that a layer rotates."""
+        return 0 if self.unrotated and self.unrotated[layer] else self.rotary
+
+    def plain_in(self, layer: int) -> int:
+        return self.plain + self.rotary - self.rotary_in(layer)
+
+    def cached_in(self, layer: int) -> int:
+        """Numbers that a layer, or its source, caches of a token beside index keys."""
+        return self.rank + self.rotary_in(layer)
+
+    def shares(self, layer: int) -> bool:
+        """Whether a layer attends to the latents of another."""
+        return bool(self.sources) and self.sources[layer] != layer
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers keep latents of one width."""
+        return not self.unrotated and not self.sources
+
+    def stage(self, first: int, last: int) -> LatentConfig:
+        """Of some layers, none of which attends to latents of those before."""
+        index = self.index
+        return replace(
+            self,
+            index=None if index is None else replace(index, layers=index.layers[first:last]),
+            unrotated=self.unrotated[first:last],
+            sources=tuple(source - first for source in self.sources[first:last]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

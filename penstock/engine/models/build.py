@@ -23,6 +23,9 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
+FREQUENCIES = "rotary_emb.alpha"
+"""Logarithms of the factors of rotary frequencies, where a model has learned some."""
+
 
 def build_decoder(
     weights: Weights,
@@ -82,7 +85,12 @@ def compose_decoder(
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
     kinds = [(rope, config.rotary_dim(index)) for index, rope in enumerate(config.ropes)]
-    tables = {kind: cos_sin_table(*kind, max_positions, backend.device) for kind in dict.fromkeys(kinds)}
+    tables = {}
+    for rope, dim in dict.fromkeys(kinds):
+        factors = None
+        if config.learned_frequencies and dim:
+            factors = read.get(f"{prefix}{FREQUENCIES}", dim // 2, dtype=torch.float32).exp()
+        tables[rope, dim] = cos_sin_table(rope, dim, max_positions, backend.device, factors)
     head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
     head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
     final_norm, final_norm_bias = read.layer_norm(prefix, family.names.final_norm, hidden, config.norm_bias)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from penstock.engine.backends.interface import IndexLayout, IndexNorm, LatentLayout, LatentWeights
+from penstock.engine.backends.interface import HeadScales, IndexLayout, IndexNorm, LatentLayout, LatentWeights
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.composed import StackedLinear
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear, WideLinear
-from penstock.engine.models.layers.rotary import query_scales
+from penstock.engine.models.layers.rotary import log_positions, query_scales
 from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
 from penstock.errors import CheckpointError
 
@@ -19,7 +20,9 @@ QUERY, QUERY_DOWN, QUERY_UP = "q_proj", "q_a_proj", "q_b_proj"
 LATENT, LATENT_UP, OUTPUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 QUERY_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
 INDEXER, INDEX_QUERIES, INDEX_KEYS = "indexer.", "wq_b", "wk"
-INDEX_NORM, INDEX_WEIGHTS = "k_norm", "weights_proj"
+INDEX_NORM, INDEX_WEIGHTS, INDEX_INPUT_NORM = "k_norm", "weights_proj", "q_input_norm"
+SCALES = "softmax_scaling"
+"""Of the factors of queries, in attention and in its indexer."""
 
 
 def compose_layer(context: LayerContext) -> DecoderLayer:
@@ -44,19 +47,20 @@ def compose_attention(context: LayerContext) -> LatentAttention:
     layout = LatentLayout(
         heads=heads,
         latent=latent.rank,
-        plain=latent.plain,
-        rotary=latent.rotary,
+        plain=latent.plain_in(context.index),
+        rotary=latent.rotary_in(context.index),
         value=latent.value,
         scale=config.attention_scale,
         interleaved=latent.interleaved,
     )
     queries, index, growth = heads * layout.query, latent.index, config.query_growth
+    shares = latent.shares(context.index)
 
     def inputs() -> Linear:
-        kv = {LATENT: layout.cached}
+        kv = {} if shares else {LATENT: layout.cached}
         if latent.query_rank is not None:
             return read.linear(prefix, {QUERY_DOWN: latent.query_rank, **kv}, hidden, latent.input_bias)
-        if not latent.input_bias:
+        if not latent.input_bias or shares:
             return read.linear(prefix, {QUERY: queries, **kv}, hidden)
         # Only one of the two has a bias.
         return StackedLinear(
@@ -67,7 +71,7 @@ def compose_attention(context: LayerContext) -> LatentAttention:
     if latent.gated_queries:
         up, wide = queries + heads * latent.value, 2 * wide
     gate = {context.names.output_gate: heads * latent.value}
-    rows = latent.plain + latent.value
+    rows = layout.plain + latent.value
     return LatentAttention(
         # An indexer reads what the projections read, as plain numbers.
         ops=context.inner if index is None else read.backend.ops,
@@ -76,7 +80,8 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         output=read.linear(prefix, {OUTPUT: hidden}, heads * latent.value, config.output_bias),
         heads=layout,
         weights=LatentWeights(
-            norm=read.norm(prefix + LATENT_NORM, latent.rank),
+            # Latents of another layer are normalized there.
+            norm=read.ones(latent.rank) if shares else read.norm(prefix + LATENT_NORM, latent.rank),
             eps=latent.norm_eps,
             up=read.get(f"{prefix}{LATENT_UP}.weight", heads * rows, latent.rank).view(heads, rows, latent.rank),
         ),
@@ -84,7 +89,9 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         query_norm=None if narrow is None else read.norm(prefix + QUERY_NORM, narrow),
         query_up=None if narrow is None else read.linear(prefix, {QUERY_UP: up}, wide),
         query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
-        cache_scale=read.kv_scales(prefix, 1)[0] if context.fp8_cache else None,
+        head_scales=compose_scales(context, prefix, heads) if latent.head_scales else None,
+        source=latent.sources[context.index] if shares else None,
+        cache_scale=_cache_scale(context) if context.fp8_cache else None,
         most=None if index is None else index.most,
         indexer=None if index is None or not index.layers[context.index] else compose_indexer(context, prefix),
         gated_queries=latent.gated_queries,
@@ -93,23 +100,54 @@ def compose_attention(context: LayerContext) -> LatentAttention:
     )
 
 
+def compose_scales(context: LayerContext, at: str, heads: int) -> HeadScales:
+    read, positions = context.read, len(context.cos_sin)
+    rates, offsets = (read.get(f"{at}{SCALES}.{part}", heads, dtype=torch.float32) for part in ("scale", "bias"))
+    key = f"{SCALES} of {positions}"
+    if key not in read.made:  # which all layers share
+        read.made[key] = log_positions(positions, read.backend.device)
+    return HeadScales(rates, offsets, read.made[key])
+
+
+def _cache_scale(context: LayerContext) -> Tensor:
+    """Of the layer that keeps the latents."""
+    latent, at = context.config.latent, context.index
+    assert latent is not None
+    source = latent.sources[at] if latent.sources else at
+    return context.read.kv_scales(context.beginning(source) + context.names.attention, 1)[0]
+
+
 def compose_indexer(context: LayerContext, attention: str) -> Indexer:
     """`attention`: what the names of the layer's attention begin with."""
     read, latent, hidden = context.read, context.config.latent, context.config.hidden_size
-    assert latent is not None and latent.index is not None and latent.query_rank is not None
-    index, at = latent.index, attention + INDEXER
-    norm, ops = f"{at}{INDEX_NORM}", read.backend.ops
+    assert latent is not None and latent.index is not None
+    index, at, ops = latent.index, attention + INDEXER, read.backend.ops
+    queries = hidden if index.normed_inputs else latent.query_rank
+    assert queries is not None
+
+    def norm(name: str, size: int, eps: float) -> IndexNorm:
+        return IndexNorm(read.get(f"{at}{name}.weight", size), read.get(f"{at}{name}.bias", size), eps)
+
     return Indexer(
         ops=ops,
-        layout=IndexLayout(index.heads, index.dim, latent.rotary, index.most, index.interleaved, index.rotates_last),
+        layout=IndexLayout(
+            index.heads,
+            index.dim,
+            latent.rotary_in(context.index),
+            index.most,
+            index.interleaved,
+            index.rotates_last,
+        ),
         keys=read.linear(at, {INDEX_KEYS: index.dim}, hidden),
-        norm=IndexNorm(read.get(f"{norm}.weight", index.dim), read.get(f"{norm}.bias", index.dim), index.norm_eps),
-        queries=read.linear(at, {INDEX_QUERIES: index.heads * index.dim}, latent.query_rank),
+        norm=norm(INDEX_NORM, index.dim, index.norm_eps),
+        queries=read.linear(at, {INDEX_QUERIES: index.heads * index.dim}, queries),
         head_weights=WideLinear(
             read.get(f"{at}{INDEX_WEIGHTS}.weight", index.heads, hidden, dtype=torch.float32),
             lambda: ops.batch_invariant,
         ),
         cos_sin=context.cos_sin,
+        input_norm=norm(INDEX_INPUT_NORM, hidden, index.norm_eps) if index.normed_inputs else None,
+        scales=compose_scales(context, at, index.heads) if latent.head_scales else None,
     )
 
 

@@ -167,6 +167,8 @@ class ModelConfig:
     """Which layers have no rotary embedding; empty: none."""
     query_growth: QueryGrowth | None = None
     """Of layers without rotary embedding."""
+    learned_frequencies: bool = False
+    """Whether every rotary frequency has a stored factor: e to the power of a number."""
     interleaved_rope: bool = False
     """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
@@ -305,7 +307,7 @@ class ModelConfig:
 
     def rotary_dim(self, layer: int) -> int:
         """What a layer's rotary table is made for."""
-        return self.heads_in(layer)[1] if self.latent is None else self.latent.rotary
+        return self.heads_in(layer)[1] if self.latent is None else self.latent.rotary_in(layer)
 
     @property
     def other_tables(self) -> bool:
@@ -337,9 +339,12 @@ class ModelConfig:
     @property
     def stage_starts(self) -> tuple[bool, ...]:
         """With which layers a stage of a pipeline may begin; empty: with any. Those that attend to what another one has
-        chosen stay with it."""
-        index = None if self.latent is None else self.latent.index
-        return () if index is None else index.layers
+        chosen stay with it, as do those that attend to its latents."""
+        latent = self.latent
+        if latent is None or latent.index is None:
+            return ()
+        sources = latent.sources or range(self.num_layers)
+        return tuple(own and min(sources[at:]) >= at for at, own in enumerate(latent.index.layers))
 
     @property
     def plain_layers(self) -> bool:

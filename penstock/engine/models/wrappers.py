@@ -117,6 +117,7 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="gemma4", decoder="gemma4_text", fixed=True, own_head=False),
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
         Wrapper(model_type="step3p7", decoder="step3p5", fixed=True),
+        Wrapper(model_type="mistral_large4", decoder="mistral_large4_text", fixed=True, own_head=False),
         # Around one that runs through transformers
         Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(

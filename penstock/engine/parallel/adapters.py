@@ -100,8 +100,7 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         if latent.gated_queries:
             inputs["query_up"] = (0, 2 * (latent.query_rank or 0))
             outputs["query_up"] = (_times(heads, model.head_dim + latent.value),)
-        inputs |= {LATENT_KEYS: (0, latent.plain), LATENT_VALUES: (0, latent.rank)}
-        outputs |= {LATENT_KEYS: ((0, latent.rank),), LATENT_VALUES: ((0, latent.value),)}
+        inputs[LATENT_VALUES], outputs[LATENT_VALUES] = (0, latent.rank), ((0, latent.value),)
     shape = model.compression
     if shape is not None:
         narrow, (first, last) = (0, shape.query_rank), even_span(shape.output_groups, place)
@@ -157,6 +156,12 @@ def _of_kind(site: Site, model: ModelConfig, place: Place) -> tuple[Span, tuple[
     if "." in site.attribute or site.attribute in INPUT_GATES:
         # What chooses tokens, makes entries of them or gates what layers read is everywhere.
         return (0, site.inputs), tuple((0, size) for size in site.sizes)
+    latent = model.latent
+    if latent is not None and not latent.uniform and site.attribute == "inputs":
+        _, *cached = site.sizes
+        return hidden, (_times(head_span(model, place), model.head_dim), *((0, size) for size in cached))
+    if latent is not None and site.attribute == LATENT_KEYS:
+        return (0, site.inputs), ((0, latent.rank),)
     if model.heads_differ and site.attribute in ("qkv", "output", "output_gate"):
         return _of_heads(site, model, place)
     if model.ffn_sizes and site.attribute == "gate_up":

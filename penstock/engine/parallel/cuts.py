@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.engine.models.deepseek_v4 import POOL
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import HEADS, TensorNames, prefix_of
+from penstock.engine.models.latent import INDEXER
 from penstock.engine.models.llama import SPARSE_INDEXER
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.qwen4_exp import NGRAMS
@@ -50,6 +51,7 @@ class Cuts:
         self._gate = f".{tensors.attention}{tensors.output_gate}." if tensors.output_gate else ""
         self._model = model
         self._choosing = f".{tensors.attention}{SPARSE_INDEXER}" if model.sparse_blocks is not None else ""
+        self._choosing_of_latents = f".{tensors.attention}{INDEXER}" if model.latent is not None else ""
         if model.latent is not None:
             self._attention = latent_cuts(heads, model.latent)
         if model.compression is not None:
@@ -90,9 +92,12 @@ class Cuts:
             self._dense = {**self._dense, tensors.expert_latents[1]: Cut(inputs=(0, model.moe.latent))}
         self._by_layer: list[dict[str, Cut]] = []
         """Of layers that differ in their heads or in the width of their feed-forward."""
-        if not place.data and (model.heads_differ or model.ffn_sizes):
+        unrotated = model.latent is not None and model.latent.unrotated
+        if not place.data and (model.heads_differ or model.ffn_sizes or unrotated):
             for index in range(model.num_layers):
                 own = attention_cuts(model, place, index)
+                if model.latent is not None:
+                    own = latent_cuts(heads, model.latent, index)
                 self._by_layer.append(own | self._gated(model.ffn_in(index), *dense))
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}
@@ -161,6 +166,8 @@ class Cuts:
             return self._of_indexer(name)
         if f".{POOL}" in name or f".{NGRAMS}" in name:
             return WHOLE  # entries and what chooses them are the same for all heads; n-grams belong to the streams
+        if self._choosing_of_latents and self._choosing_of_latents in name:
+            return WHOLE
         if name.endswith(self._mamba_norm):
             return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]

@@ -16,12 +16,15 @@ from penstock.engine.kv.cache import CacheShape
 from penstock.engine.kv.kinds import (
     BothKinds,
     CacheKind,
+    OfLayer,
     PagedEntries,
     PagedKV,
+    PagedLatent,
     PagedRows,
     RecurrentState,
     StateTensors,
 )
+from penstock.engine.models.attention_config import LatentConfig
 from penstock.engine.models.layers import compressed_attention, ngrams
 from penstock.engine.models.layers.block_attention import with_index_keys
 from penstock.engine.models.layers.sparse_block_attention import with_token_keys
@@ -77,6 +80,8 @@ class KindParts(CacheParts):
             index_dim = shape.index_dim if shape.chosen[layer] else 0
             window, rate = shape.window, shape.rates[layer]
             return compressed_attention.kept_kind(window, model.head_dim, rate, index_dim, size, self.kv_dtype, made)
+        if model.latent is not None:
+            return self._latents(model.latent, layer)
         kind: CacheKind = PagedKV(model.num_kv_heads, model.head_dim, size, self.kv_dtype)
         sparse = model.sparse_blocks
         if sparse is not None:
@@ -87,6 +92,15 @@ class KindParts(CacheParts):
             return kind
         assert model.streams is not None
         return BothKinds(kind, ngrams.kept_kind(told, model.streams.count * model.hidden_size, made))
+
+    def _latents(self, latent: LatentConfig, layer: int) -> CacheKind:
+        size, index = self.block_size, latent.index
+        kept: CacheKind = PagedLatent(latent.cached_in(layer), size, self.kv_dtype)
+        if latent.shares(layer):
+            kept = OfLayer(latent.sources[layer])
+        if index is None or not index.layers[layer]:
+            return kept
+        return BothKinds(kept, PagedRows(index.dim, size, self.dtype))
 
     def _part(self, place: Place, *, states: bool) -> PartInRuns:
         """Caches have the tensors of each kind one after the other, in the order of the kinds' first layers."""
@@ -122,7 +136,7 @@ class KindParts(CacheParts):
             heads, matrix = (even_span(kind.heads, place),), 4 * kind.rows * kind.columns
             inputs = _Piece(kind.channels, self._channels(place), kind.width, kind.dtype.itemsize, gives=True)
             return [_Piece(kind.heads, heads, 1, matrix, gives=True), inputs]
-        if states:
+        if states or isinstance(kind, OfLayer):
             return []
         if isinstance(kind, PagedKV):
             span = kv_head_span(self.model, place)
@@ -131,10 +145,10 @@ class KindParts(CacheParts):
             sizes = [kind.block_size * kind.head_dim * kind.dtype.itemsize]
             sizes += [kind.block_size * SCALE_DTYPE.itemsize] * (kind.dtype == INT8)
             return [_Piece(kind.kv_heads, (span,), 2, size, gives) for size in sizes]
-        assert isinstance(kind, PagedEntries | PagedRows)
+        assert isinstance(kind, PagedEntries | PagedLatent | PagedRows)
         places = -(-kind.block_size // kind.rate) if isinstance(kind, PagedEntries) else kind.block_size
         sizes = [places * kind.width * kind.dtype.itemsize]
-        sizes += [places * SCALE_DTYPE.itemsize] * (isinstance(kind, PagedEntries) and kind.dtype == INT8)
+        sizes += [places * SCALE_DTYPE.itemsize] * (not isinstance(kind, PagedRows) and kind.dtype == INT8)
         return [_Piece(1, _ALL, 1, size, first) for size in sizes]
 
 

@@ -14,7 +14,7 @@ from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN
 from penstock.engine.models.families import family_of
 from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
-from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
+from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP, SCALES
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.recurrence_config import DeltaConfig, MambaConfig, ShortConvConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span
@@ -62,8 +62,8 @@ def attention_cuts(model: ModelConfig, place: Place, layer: int | None = None) -
     }
 
 
-def latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:
-    """By heads; what makes latents, and what queries go through, is everywhere."""
+def latent_cuts(heads: Span, latent: LatentConfig, layer: int = 0) -> dict[str, Cut]:
+    """By heads; what makes latents, and what queries go through, is everywhere. `layer`: where layers differ."""
 
     def of(size: int) -> Span:
         return heads[0] * size, heads[1] * size
@@ -73,7 +73,8 @@ def latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:
     return {
         QUERY: queries,
         QUERY_UP: Cut(outputs=(of(query + latent.value),)) if latent.gated_queries else queries,
-        LATENT_UP: Cut(outputs=(of(latent.plain + latent.value),)),
+        LATENT_UP: Cut(outputs=(of(latent.plain_in(layer) + latent.value),)),
+        SCALES: Cut(outputs=(heads,)),
         OUTPUT: Cut(inputs=of(latent.value)),
     }
 

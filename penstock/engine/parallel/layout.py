@@ -89,8 +89,9 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         )
     if model.stage_starts and pipeline > sum(model.stage_starts):
         raise ConfigError(
-            f"pipeline_parallel: {pipeline} stages are more than the {sum(model.stage_starts)} layers with an indexer; "
-            "the others attend to the tokens that the layer before them chose, so that no stage begins with them"
+            f"pipeline_parallel: {pipeline} stages are more than the {sum(model.stage_starts)} layers with an indexer "
+            "behind which no layer attends to latents of those before; the others attend to what a layer before them "
+            "chose or keeps, so that no stage begins with them"
         )
 
 
@@ -217,10 +218,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     short = model.short_conv
     if short is not None:
         short = dataclasses.replace(short, layers=short.layers[first:last], channels=short.channels // parts)
-    latent = model.latent
-    if latent is not None and latent.index is not None:
-        index = dataclasses.replace(latent.index, layers=latent.index.layers[first:last])
-        latent = dataclasses.replace(latent, index=index)
+    latent = None if model.latent is None else model.latent.stage(first, last)
     compression = model.compression
     if compression is not None:
         compression = dataclasses.replace(

@@ -8,6 +8,7 @@ layers are calibrated on the inputs they will get. Models that run layers severa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,8 +19,8 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.select import pick_backend
-from penstock.engine.kv.cache import KVCache
-from penstock.engine.kv.kinds import OfLayer
+from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.kv.kinds import BothKinds, OfLayer
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import read_config
@@ -131,10 +132,19 @@ def calibrate(
         shape = replace(decoder, layers=[layer]).cache_shape(_BLOCK_SIZE, torch.float32)
         return KVCache(shape, blocks + 1, device, num_states=2)
 
+    def shared_with(layer: DecoderLayer, below: KVCache) -> KVCache:
+        """The cache of a layer that attends to what one below it keeps, and may have index keys of its own."""
+        kind, shared = layer.mixer.cache_kind(_BLOCK_SIZE, torch.float32), copy(below)
+        shared.layers = [below.first_of(0)]
+        if isinstance(kind, BothKinds):
+            own = KVCache(CacheShape((kind.second,), _BLOCK_SIZE), blocks + 1, device)
+            shared.layers = [(shared.layers[0], own.layers[0])]
+        return shared
+
     def run(index: int, layer: DecoderLayer, update: bool) -> None:
         alone, source = replace(decoder, layers=[layer]), _source(layer)
         if source is not None:
-            caches = kept[source]
+            caches = [shared_with(layer, below) for below in kept[source]]
         elif index in sources:
             caches = kept[index] = [cache_of(layer) for _ in streams]
         else:
@@ -195,6 +205,7 @@ def observed(layer: DecoderLayer) -> list[ObservedLinear]:
 def _source(layer: DecoderLayer) -> int | None:
     """The layer whose keys and values this one attends to, if it has none of its own."""
     kind = layer.mixer.cache_kind(_BLOCK_SIZE, torch.float32)
+    kind = kind.first if isinstance(kind, BothKinds) else kind
     return kind.layer if isinstance(kind, OfLayer) else None
 
 

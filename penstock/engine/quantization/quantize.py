@@ -19,6 +19,7 @@ from penstock.engine.loading.checkpoint import Checkpoint
 from penstock.engine.loading.groups import IntGroups
 from penstock.engine.loading.parallel import layer_order
 from penstock.engine.loading.random_checkpoint import tensor_shapes
+from penstock.engine.models.build import FREQUENCIES
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import family_of, is_linear, read_config
 from penstock.engine.models.layers.attention import Attention
@@ -112,8 +113,10 @@ def quantize(
         changed = _calibrated(source, recipe, group, windows, out, progress, device, threads)
     for name in sorted(set(source.names()) - linears, key=layer_order):
         tensor = changed.get(name, source.tensor(name))
-        # Whole numbers, such as tables of token ids, are not weights: a shorter type would lose their digits.
-        out.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        # Whole numbers, such as tables of token ids, are not weights: a shorter type would lose their digits. It would
+        # lose those of frequencies too, which are multiplied by positions.
+        short = tensor.is_floating_point() and not name.endswith(FREQUENCIES)
+        out.add(name, tensor.to(dtype) if short else tensor)
     out.close()
     settings = writer.quantization_config(recipe.method, group, recipe.symmetric, recipe.act_order)
     writer.write_config(folder, source.config, settings, dtype)

@@ -25,10 +25,10 @@ from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5")
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4")
 SOME = [pytest.param(family, marks=() if family == "step3.5" else pytest.mark.slow) for family in FAMILIES]
 """In the quick suite one of them."""
-GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3)}
+GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3), "mistral-large4": (2, 2)}
 EVERY: dict[str, list[str]] = {
     "axk2": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
              "fc1", "fc2", "gate_proj", "up_proj", "down_proj"],
@@ -36,13 +36,18 @@ EVERY: dict[str, list[str]] = {
               "gate_proj", "up_proj", "down_proj"],
     "hrm-text": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "step3.5": ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "gate_proj", "up_proj", "down_proj"],
+    "mistral-large4": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
+                       "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
 """Of each, all that PEFT calls a linear."""
 NORMS = {
     "axk2": ["model.norm", "input_layernorm.norm", "0.post_attention_layernorm", "post_attention_layernorm.norm"],
     "hy-v4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
+    "mistral-large4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
     "step3.5": ["model.norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"],
 }
+NOT_OF_LINEARS = ("k_norm.bias", "q_input_norm.bias", "softmax_scaling.bias")
+"""Biases that PEFT trains with all others."""
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
 PREFIX: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
@@ -69,7 +74,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+BRIEF = [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BRIEF)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -85,7 +93,7 @@ def trained(base: Path, folder: Path, family: str, kind: str, seed: int = 7) -> 
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            if not parameter.requires_grad or name.endswith("k_norm.bias"):
+            if not parameter.requires_grad or name.endswith(NOT_OF_LINEARS):
                 continue  # those are not linears', and stay
             if parameter.dim() == 1 or "ia3" in name:
                 parameter.mul_(1 + 0.4 * torch.rand_like(parameter))
@@ -150,7 +158,7 @@ def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"attention_parallel": "data"}, {}], ids=str)
-@pytest.mark.parametrize("family", ["axk2", "hy-v4"])
+@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4"])
 def test_ranks_that_share_otherwise_give_the_same(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     base = write_checkpoint(family, tmp_path / "base")
     trained(base, tmp_path / "tuned", family, "experts")
@@ -190,7 +198,11 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*((family, "PromptTuningConfig") for family in FAMILIES), ("hrm-text", "PrefixTuningConfig")],
+    [
+        *((family, "PromptTuningConfig") for family in FAMILIES[:-1]),
+        pytest.param(FAMILIES[-1], "PromptTuningConfig", marks=pytest.mark.slow),
+        ("hrm-text", "PrefixTuningConfig"),
+    ],
 )
 def test_virtual_tokens(tmp_path: Path, family: str, kind: str) -> None:
     """Of prefix tuning each run of a layer has keys and values of its own."""
@@ -255,6 +267,8 @@ def test_modules_that_a_model_does_not_have(tmp_path: Path, family: str, old: st
     [
         ("axk2", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("hy-v4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        ("mistral-large4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        ("mistral-large4", "LoraConfig", {**LORA, "modules_to_save": ["kv_a_layernorm"]}, "cannot apply .*kv_a_lay"),
         ("hy-v4", "LoraConfig", {**LORA, "target_parameters": ["attn_hc.fn"]}, "cannot apply .*attn_hc"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["input_layernorm"]}, "cannot apply .*input_layernorm.*fc1"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["q_a_layernorm"]}, "cannot apply .*q_a_layernorm"),

@@ -16,7 +16,7 @@ from penstock.engine.backends.reference.ops import ReferenceOps
 ops = cpu.load(2)
 pytestmark = pytest.mark.skipif(ops is None, reason="no native kernels here")
 BLOCK = 16
-SHAPES = [(4, 32, 16, 8, 20), (5, 96, 24, 12, 40), (16, 128, 32, 16, 32), (1, 7, 3, 2, 5)]
+SHAPES = [(4, 32, 16, 8, 20), (5, 96, 24, 12, 40), (16, 128, 32, 16, 32), (1, 7, 3, 2, 5), (4, 32, 24, 0, 20)]
 
 
 def make_batch(contexts: list[int], lengths: list[int], rng: random.Random) -> tuple[AttentionBatch, int]:
@@ -100,6 +100,17 @@ def test_it_equals_the_definition(shape: tuple[int, ...], kind: torch.dtype) -> 
         assert float((got.float() - want.float()).norm() / want.float().norm()) < limit, (contexts, lengths)
         stored, expected = case.cache.float(), theirs.cache.float()
         assert float((stored - expected).norm() / expected.norm()) < (1e-2 if kind != torch.float32 else 1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, INT8], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[-1]])
+def test_latents_that_another_layer_has_stored(shape: tuple[int, ...], kind: torch.dtype) -> None:
+    case = make(shape, [40, 3, 90, 30], [1, 1, 50, 7], torch.float32, kind)
+    run(case, ops)
+    stored, rest = case.cache.clone(), (case.layout, case.weights, case.table, case.batch, case.cache, case.scales)
+    got, want = (through.latent_attention(case.q, None, *rest) for through in (ops, ReferenceOps()))  # type: ignore[union-attr]
+    assert torch.equal(case.cache, stored)
+    assert float((got - want).norm() / want.norm()) < (5e-3 if kind == INT8 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -31,13 +31,15 @@ from tests.engine.tiny.latent import DSA
 
 slow = pytest.mark.slow
 FAMILIES = ("deepseek-v32", "glm-dsa")
+WITH_SOURCES = (*FAMILIES, "mistral-large4")
+"""With one whose layers attend to latents of others."""
 TIE = 1e-3
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("chosen")
-    return {name: write_checkpoint(name, folder / name) for name in FAMILIES}
+    return {name: write_checkpoint(name, folder / name) for name in WITH_SOURCES}
 
 
 def requests(count: int = 5, longest: int = 90) -> list[Request]:
@@ -95,6 +97,9 @@ def test_the_cache_has_index_keys_beside_latents(folders: dict[str, Path]) -> No
         pytest.param("deepseek-v32", {"speculation": "ngram"}),
         pytest.param("deepseek-v32", {"host_memory": 64 << 10, "disk_memory": 8 << 20, "num_blocks": 12}, marks=slow),
         pytest.param("deepseek-v32", {"host_memory": 1 << 20, "num_blocks": 12}, marks=slow),
+        pytest.param("mistral-large4", {"host_memory": 1 << 20, "num_blocks": 12}, marks=slow),
+        pytest.param("mistral-large4", {"host_memory": 64 << 10, "disk_memory": 8 << 20, "num_blocks": 12}, marks=slow),
+        pytest.param("mistral-large4", {"speculation": "ngram"}, marks=slow),
         pytest.param("glm-dsa", {"speculation": "ngram"}, marks=slow),
     ],
     ids=str,
@@ -113,7 +118,7 @@ def test_tiers_and_speculation_change_nothing(
 
 @slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_SOURCES)
 def test_few_bits_are_the_same_in_any_batch(folders: dict[str, Path], family: str, kv_dtype: str) -> None:
     alone = {}
     for request in requests():
@@ -137,6 +142,11 @@ def test_few_bits_are_the_same_in_any_batch(folders: dict[str, Path], family: st
         ("deepseek-v32", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}),
         ("glm-dsa", 2, 1, {}),
         ("glm-dsa", 1, 2, {"host_memory": 1 << 20, "num_blocks": 12}),
+        ("mistral-large4", 2, 1, {"host_memory": 1 << 20, "num_blocks": 12}),
+        ("mistral-large4", 1, 2, {"host_memory": 1 << 20, "num_blocks": 12, "kv_dtype": "int8"}),
+        ("mistral-large4", 4, 2, {"kv_dtype": "fp8"}),
+        ("mistral-large4", 2, 2, {"expert_parallel": True}),
+        ("mistral-large4", 2, 1, {"expert_parallel": True, "attention_parallel": "data"}),
     ],
     ids=str,
 )
@@ -194,9 +204,10 @@ def test_an_adapter_equals_merging_it(
 
 
 @slow
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_quantized_weights_run(folders: dict[str, Path], weights: str) -> None:
-    engine = make_engine(folders["deepseek-v32"], weights=weights)
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("family", ["deepseek-v32", "mistral-large4"])
+def test_quantized_weights_run(folders: dict[str, Path], family: str, weights: str) -> None:
+    engine = make_engine(folders[family], weights=weights)
     assert all(len(tokens) == 16 for tokens in generate(engine, *requests()).values())
 
 
@@ -257,6 +268,8 @@ def test_layers_of_glm_that_share(changes: dict[str, Any], layers: tuple[bool, .
         ("glm-dsa", {}),
         ("glm-dsa", {"kv_dtype": "int8"}),
         ("deepseek-v32", {"weights": "int8"}),
+        ("mistral-large4", {}),
+        ("mistral-large4", {"kv_dtype": "fp8"}),
     ],
 )
 def test_the_same_bits_in_any_batch_in_deterministic_mode(
@@ -274,7 +287,9 @@ def test_the_same_bits_in_any_batch_in_deterministic_mode(
             assert bits(deltas, name) == wanted, (name, budget, others)
 
 
-@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=slow)])
+@pytest.mark.parametrize(
+    "family", [FAMILIES[1], *(pytest.param(one, marks=slow) for one in ("mistral-large4", FAMILIES[0]))]
+)
 def test_a_prefill_engine_hands_latents_and_keys_over(folders: dict[str, Path], family: str) -> None:
     giver, taker = (make_engine(folders[family], role=role) for role in ("prefill", "decode"))
     request = greedy("r", [7 * i % 199 for i in range(140)], 12)

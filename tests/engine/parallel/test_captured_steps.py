@@ -152,7 +152,9 @@ def test_room_is_left_for_captured_steps_where_there_are_some(
     assert captures == (grid == (2, 1) and not settings)
 
 
-@pytest.mark.parametrize("family", ["glm-dsa", pytest.param("deepseek-v32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["glm-dsa", *(pytest.param(one, marks=pytest.mark.slow) for one in ("deepseek-v32", "mistral-large4"))]
+)
 def test_decodes_with_long_contexts_are_replayed_too(
     tmp_path: Path, family: str, captured: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
                 "laguna",
                 "minimax-m3",
                 "step3.5",
+                "mistral-large4-own",
             )
         ),
     ],
@@ -293,7 +294,9 @@ def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path)
     assert np.linalg.norm(dense - original) < 0.2 * np.linalg.norm(original)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa", "qwen4-exp"])
+@pytest.mark.parametrize(
+    "family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa", "qwen4-exp", "mistral-large4"]
+)
 def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     """What calibration computes between layers is what the decoder computes in one go, also where upper layers attend
     to the keys of lower ones or to what they chose, and where tokens name their experts."""

@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny.common import COMMON
 from tests.engine.tiny.families import FAMILIES
+from tests.engine.tiny.mistral_large4 import MistralLarge4ForCausalLM
 from tests.engine.tiny.step3p5 import Step3p5ForCausalLM
 
 # The library lists this decoder only among models that also take images, and releases before 5.18 skip a `register` of
 # their own classes.
 AutoModelForCausalLM._model_mapping._extra_content[transformers.Mistral4Config] = transformers.Mistral4ForCausalLM
 AutoModelForCausalLM._model_mapping._extra_content[transformers.Step3p7TextConfig] = Step3p5ForCausalLM
+AutoModelForCausalLM._model_mapping._extra_content[transformers.MistralLarge4TextConfig] = MistralLarge4ForCausalLM
 
 
 def write_checkpoint(
@@ -66,7 +68,9 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.endswith("bias"):
+            if "softmax_scaling" in key:
+                parameter.normal_(1 if key.endswith("bias") else 0, 0.2)
+            elif key.endswith("bias"):
                 parameter.normal_(0, 0.4)
             elif key.endswith("sinks"):
                 parameter.normal_(0, 2)
@@ -85,6 +89,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 buffer.normal_(0, 0.2)
                 if family.startswith("axk2"):  # below zero, experts of all other groups are tied
                     buffer.abs_()
+            elif key.endswith("rotary_emb.alpha"):
+                buffer.normal_(0, 0.3)
             elif key.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.2)
             elif key.endswith("tid2eid"):

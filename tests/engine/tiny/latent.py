@@ -35,6 +35,13 @@ HY_V4: dict[str, Any] = {
     **{key: value for key, value in DSA.items() if key != "first_k_dense_replace"}, "num_hidden_layers": 4,
     "indexer_types": ["full", "shared", "full", "shared"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 3.0,
 }  # fmt: skip
+MISTRAL_LARGE4: dict[str, Any] = {
+    "num_hidden_layers": 5, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "index_topk": 24, "index_head_dim": 12, "index_n_heads": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "final_logit_softcapping": 20.0,
+    "indexer_types": ["full", "full", "full", "full", "shared"], "no_rope_layers": [1, 0, 1, 0, 0],
+    "kv_source_layers": [0, 1, 2, 1, 1], "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 GLM4_LITE: dict[str, Any] = {
     **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}, **CORRECTED,
 }  # fmt: skip
@@ -123,6 +130,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "rope_parameters": DEEPSEEK_ROPE,
             "attention_bias": True,
+        },
+    ),
+    "mistral-large4": ("MistralLarge4TextConfig", MISTRAL_LARGE4),
+    "mistral-large4-own": (
+        "MistralLarge4TextConfig",
+        {
+            **MISTRAL_LARGE4,
+            "num_hidden_layers": 4,
+            "v_head_dim": 16,
+            "index_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "indexer_types": None,
+            "no_rope_layers": None,
+            "kv_source_layers": None,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": DEEPSEEK_ROPE,
         },
     ),
     "hy-v4": ("HYV4Config", HY_V4),

@@ -137,7 +137,7 @@ class AttentionOps(NativeOps):
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -161,18 +161,20 @@ class AttentionOps(NativeOps):
             query_starts=batch.query_starts[decodes:] - decodes, context_lens=batch.context_lens[decodes:],
             num_decodes=0,
         )  # fmt: skip
+        first, later = (None, None) if kv is None else (kv[:decodes], kv[decodes:])
         if decodes < tokens:
-            keep(kv[decodes:], layout, weights, cos_sin, prompts, cache, scales)
-        self._decode_latents(q[:decodes], kv[:decodes], layout, weights, cos_sin, batch, cache, scales, out)
+            keep(later, layout, weights, cos_sin, prompts, cache, scales)
+        self._decode_latents(q[:decodes], first, layout, weights, cos_sin, batch, cache, scales, out)
         if decodes < tokens:
-            some = q[decodes:], kv[decodes:]
-            out[decodes:] = super().latent_attention(*some, layout, weights, cos_sin, prompts, cache, scales)
+            out[decodes:] = super().latent_attention(
+                q[decodes:], later, layout, weights, cos_sin, prompts, cache, scales
+            )
         return out
 
     def _decode_latents(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -190,20 +192,24 @@ class AttentionOps(NativeOps):
             raise LayoutError(f"a cache of {cache.dtype} {'needs' if scales is None else 'has no'} scales")
         if scales is not None:
             need(scales, "scales", SCALE_DTYPE if cache.dtype == INT8 else torch.float32)
-        if q.stride(1) != 1 or kv.stride(1) != 1 or kv.dtype is not q.dtype:
+        if q.stride(1) != 1:
+            raise LayoutError(f"queries {q.dtype} {q.stride()} must be dense rows")
+        if kv is not None and (kv.stride(1) != 1 or kv.dtype is not q.dtype):
             raise LayoutError(f"queries {q.dtype} {q.stride()} and latents {kv.dtype} {kv.stride()} must be dense rows")
         if q.shape[1] != layout.heads * layout.query or cache.shape[2] != layout.cached:
             raise LayoutError(f"q is {tuple(q.shape)} and the cache {tuple(cache.shape)}, which do not fit {layout}")
         args = LatentArgs(
-            q=q.data_ptr(), kv=kv.data_ptr(), norm=weights.norm.data_ptr(), up=weights.up.data_ptr(),
-            out=out.data_ptr(), cache=cache.data_ptr(), scales=None if scales is None else scales.data_ptr(),
+            q=q.data_ptr(), kv=None if kv is None else kv.data_ptr(), norm=weights.norm.data_ptr(),
+            up=weights.up.data_ptr(), out=out.data_ptr(), cache=cache.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
             cos_sin=cos_sin.data_ptr(), positions=view.positions, slots=view.slots, context_lens=view.context_lens,
             rows=view.rows, block_tables=view.block_tables, tokens=q.shape[0], q_stride=q.stride(0),
-            kv_stride=kv.stride(0), table_stride=view.table_stride, max_positions=cos_sin.shape[0],
-            num_slots=cache.shape[0] * cache.shape[1], heads=layout.heads, latent=layout.latent, plain=layout.plain,
-            rotary=layout.rotary, value=layout.value, block_size=cache.shape[1], interleaved=layout.interleaved,
-            dtype=code, cache_dtype=CACHE_CODES[cache.dtype], norm_dtype=dtype_code(weights.norm, "norm"),
-            scale=layout.scale, eps=weights.eps,
+            kv_stride=0 if kv is None else kv.stride(0), table_stride=view.table_stride,
+            max_positions=cos_sin.shape[0], num_slots=cache.shape[0] * cache.shape[1], heads=layout.heads,
+            latent=layout.latent, plain=layout.plain, rotary=layout.rotary, value=layout.value,
+            block_size=cache.shape[1], interleaved=layout.interleaved, dtype=code,
+            cache_dtype=CACHE_CODES[cache.dtype], norm_dtype=dtype_code(weights.norm, "norm"), scale=layout.scale,
+            eps=weights.eps,
         )  # fmt: skip
         problem = self._lib.pk_latent_attention(self._ctx, byref(args))
         if problem:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import (
+    head_scales,
     index_choice,
     index_rows,
     index_scores,
@@ -26,6 +27,7 @@ from penstock.engine.backends.cuda.kernels.latent_tile import ChosenSlots
 from penstock.engine.backends.interface import (
     AttentionBatch,
     Chosen,
+    HeadScales,
     IndexLayout,
     IndexNorm,
     LatentAdditions,
@@ -57,7 +59,7 @@ class LatentOps(PlainIndexing):
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -71,6 +73,9 @@ class LatentOps(PlainIndexing):
             alone = self.batch_invariant and batch.num_decodes == q.shape[0]
             return absorbed_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone)
         return self._attend_latents(q, kv, layout, weights, cos_sin, batch, cache, scales, added, None)
+
+    def scale_heads(self, queries: Tensor, positions: Tensor, scales: HeadScales) -> Tensor:
+        return head_scales.scale(queries, positions, scales, pdl=self.pdl)
 
     def store_index_keys(
         self, keys: Tensor, norm: IndexNorm, layout: IndexLayout, cos_sin: Tensor, batch: AttentionBatch, cache: Tensor
@@ -127,7 +132,7 @@ class LatentOps(PlainIndexing):
     def attend_chosen(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -147,7 +152,7 @@ class LatentOps(PlainIndexing):
     def _attend_latents(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,

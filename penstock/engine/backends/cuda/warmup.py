@@ -25,11 +25,11 @@ from penstock.engine.backends.cuda.prompt_graphs import TOKENS
 from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits, Xielu
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import CacheShape, KVCache
-from penstock.engine.kv.kinds import OfLayer
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.block_attention import BlockAttention
 from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.models.layers.sparse_block_attention import SparseBlockAttention
@@ -131,6 +131,8 @@ def _stored(part: Any) -> object:
 
 def _kind_of(mixer: TokenMixer) -> object:
     """Equal for mixers that launch the same kernels."""
+    if isinstance(mixer, LatentAttention):
+        return type(mixer), mixer.heads, mixer.source is None
     return mixer.heads if isinstance(mixer, Attention) else type(mixer)
 
 
@@ -149,7 +151,7 @@ def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCac
     """A cache for some of a decoder's layers: each has one of its own, also where it shares that of another layer."""
     kinds = list(decoder.cache_shape(limits.block_size, dtype).kinds)
     for index, layer in enumerate(decoder.layers):
-        if isinstance(kinds[index], OfLayer) and isinstance(layer.mixer, Attention):
+        if isinstance(layer.mixer, Attention | LatentAttention) and layer.mixer.source is not None:
             kinds[index] = dataclasses.replace(layer.mixer, source=None).cache_kind(limits.block_size, dtype)
     shape = CacheShape(tuple(kinds), limits.block_size)
     return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)

@@ -27,6 +27,7 @@ from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
     HeadLayout,
+    HeadScales,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
@@ -124,6 +125,7 @@ __all__ = [
     "Floats",
     "Followers",
     "HeadLayout",
+    "HeadScales",
     "HostBatch",
     "IndexLayout",
     "IndexNorm",

@@ -84,6 +84,17 @@ class LatentWeights(NamedTuple):
     """[heads, plain + value, latent]: the rows that make a latent into a head's plain key, then into its value."""
 
 
+class HeadScales(NamedTuple):
+    """Factors of queries that grow with the logarithm of their position, each head at a rate of its own (SSMax):
+    rates * log(position + 1) + offsets."""
+
+    rates: Tensor
+    offsets: Tensor
+    """float32 [heads]."""
+    logarithms: Tensor
+    """float32 [positions]: of every position, counted from one."""
+
+
 class LatentAdditions(Protocol):
     """What is added where latents are made into keys and values: the adapters of a step's tokens. In place, in this
     order; numbers of a row follow each other, and rows of a token lie equally far apart."""
@@ -162,7 +173,7 @@ class AttentionOps(Protocol):
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -174,12 +185,17 @@ class AttentionOps(Protocol):
     ) -> Tensor:
         """Causal attention over cached latents: [T, heads * value].
 
-        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Latents are
+        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Without `kv` the
+        cache knows the new tokens already, and nothing is stored. `rotary` may be 0. Latents are
         normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
         [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
         `SCALE_DTYPE` [num_blocks, block_size], written with the tokens. With `added` `weights.up` is absorbed for all
         tokens. `sinks`: see `attention`.
         """
+        ...
+
+    def scale_heads(self, queries: Tensor, positions: Tensor, scales: HeadScales) -> Tensor:
+        """`queries` [T, heads * n], whose rows may lie apart, times the factor of their head and position."""
         ...
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class IndexOps(Protocol):
     def attend_chosen(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,

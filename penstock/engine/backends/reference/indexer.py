@@ -38,7 +38,7 @@ class PlainIndexing(ABC):
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -89,7 +89,7 @@ class PlainIndexing(ABC):
     def attend_chosen(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -110,10 +110,10 @@ class PlainIndexing(ABC):
         out = q.new_empty(q.shape[0], layout.heads * layout.value)
         keep(kv, layout, weights, cos_sin, batch, cache, scales)
         tokens, part = _part(batch, others)
-        some = q[tokens], kv[tokens]
+        some = q[tokens], None if kv is None else kv[tokens]
         out[tokens] = self.latent_attention(*some, layout, weights, cos_sin, part, cache, scales, None, sinks)
         tokens, part = _part(batch, sorted(few))
-        some = q[tokens], kv[tokens]
+        some = q[tokens], None if kv is None else kv[tokens]
         out[tokens] = _attend(*some, layout, weights, cos_sin, part, cache, scales, None, chosen, sinks)
         return out
 
@@ -195,7 +195,7 @@ def _part(batch: AttentionBatch, sequences: Sequence[int]) -> tuple[Tensor, Atte
 
 def _attend(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     layout: LatentLayout,
     weights: LatentWeights,
     cos_sin: Tensor,

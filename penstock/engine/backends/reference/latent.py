@@ -31,7 +31,7 @@ _EXPANDED_BYTES = 64 << 20
 
 def latent_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     layout: LatentLayout,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -67,7 +67,7 @@ def latent_attention(
 
 def absorbed_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     layout: LatentLayout,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -114,7 +114,7 @@ def absorbed_attention(
 
 def prepare(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     layout: LatentLayout,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -130,7 +130,7 @@ def prepare(
 
 
 def keep(
-    kv: Tensor,
+    kv: Tensor | None,
     layout: LatentLayout,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -138,11 +138,14 @@ def keep(
     cache: Tensor,
     scales: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Store the new tokens; what rotates each. What attends to one part of a step after the other stores all of it
-    first: a sequence may share blocks with another that fills them in the same step."""
+    """Store the new tokens, where there is something to store; what rotates each. What attends to one part of a step
+    after the other stores all of it first: a sequence may share blocks with another that fills them in the same
+    step."""
     half = layout.rotary // 2
     table = cos_sin[batch.positions]
     cos, sin = table[:, :half], table[:, half:]
+    if kv is None:
+        return cos, sin
     latent = kv[:, : layout.latent].float()
     latent = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + weights.eps)
     latent = (latent * weights.norm.float()).to(kv.dtype)

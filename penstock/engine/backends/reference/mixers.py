@@ -10,6 +10,7 @@ from penstock.engine.backends.interface import (
     DeltaLayout,
     DeltaWeights,
     HeadLayout,
+    HeadScales,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
@@ -22,7 +23,7 @@ from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
 from penstock.engine.backends.reference.sparse_blocks import PlainSparseBlocks
-from penstock.engine.backends.reference.values import by_heads, pad_values
+from penstock.engine.backends.reference.values import by_heads, pad_values, scale_heads
 
 
 class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainSparseBlocks):
@@ -31,7 +32,7 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainSpar
     def latent_attention(
         self,
         q: Tensor,
-        kv: Tensor,
+        kv: Tensor | None,
         layout: LatentLayout,
         weights: LatentWeights,
         cos_sin: Tensor,
@@ -44,6 +45,9 @@ class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainSpar
         return latent.latent_attention(
             q, kv, layout, weights, cos_sin, batch, cache, scales, added, sinks, alone=self.batch_invariant
         )
+
+    def scale_heads(self, queries: Tensor, positions: Tensor, scales: HeadScales) -> Tensor:
+        return scale_heads(queries, positions, scales)
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

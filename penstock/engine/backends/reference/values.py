@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.interface import HeadLayout
+from penstock.engine.backends.interface import HeadLayout, HeadScales
 
 
 def pad_values(qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) -> Tensor:
@@ -20,3 +20,10 @@ def pad_values(qkv: Tensor, layout: HeadLayout, value_dim: int, scale: float) ->
 def by_heads(x: Tensor, factors: Tensor) -> Tensor:
     """`x` [T, heads * head_dim] times factors that are as wide or one for each head."""
     return (x.view(*factors.shape, -1) * factors.unsqueeze(-1)).view(x.shape)
+
+
+def scale_heads(queries: Tensor, positions: Tensor, scales: HeadScales) -> Tensor:
+    """See `Ops`."""
+    factors = scales.logarithms[positions].unsqueeze(1) * scales.rates + scales.offsets
+    heads = queries.view(len(queries), len(scales.rates), -1)
+    return (heads * factors.unsqueeze(2)).to(queries.dtype).view(len(queries), -1)

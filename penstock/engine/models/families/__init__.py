@@ -72,6 +72,7 @@ from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mistral4 import MISTRAL4
+from penstock.engine.models.families.mistral_large4 import MISTRAL_LARGE4
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
@@ -213,6 +214,7 @@ FAMILIES: dict[str, Family] = {
         LAGUNA,
         MINIMAX_M3,
         STEP3P5,
+        MISTRAL_LARGE4,
     )
 }
 """By `model_type`."""

@@ -61,6 +61,7 @@ class ConfigFields(TypedDict, total=False):
     norm_bias: bool
     own_norms: bool
     interleaved_rope: bool
+    learned_frequencies: bool
     parallel: bool
     qk_layer_norm: bool
     unrotated: tuple[bool, ...]

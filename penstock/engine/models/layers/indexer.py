@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from penstock.engine.backends.interface import AttentionBatch, Chosen, IndexLayout, IndexNorm, Ops
+from penstock.engine.backends.interface import AttentionBatch, Chosen, HeadScales, IndexLayout, IndexNorm, Ops
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -23,9 +24,13 @@ class Indexer:
     keys: Linear
     norm: IndexNorm
     queries: Linear
-    """From the narrow vector that the queries of attention are made of."""
+    """From the narrow vector that the queries of attention are made of, or with `input_norm` from what the layer
+    reads."""
     head_weights: Linear
     cos_sin: Tensor
+    input_norm: IndexNorm | None = None
+    scales: HeadScales | None = None
+    """Of queries."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -38,7 +43,12 @@ class Indexer:
         self, x: Tensor, narrow: Tensor, batch: AttentionBatch, cache: Tensor, block_size: int, *, every: bool
     ) -> Chosen:
         """`narrow`: see `queries`; `every`: see `IndexOps.choose_tokens`."""
-        weights = self.head_weights(x)
+        if self.input_norm is not None:
+            weight, bias, eps = self.input_norm
+            narrow = F.layer_norm(x, (x.shape[1],), weight, bias, eps)
+        queries, weights = self.queries(narrow), self.head_weights(x)
+        if self.scales is not None:
+            queries = self.ops.scale_heads(queries, batch.positions, self.scales)
         return self.ops.choose_tokens(
-            self.queries(narrow), weights, self.layout, self.cos_sin, batch, cache, block_size, every=every
+            queries, weights, self.layout, self.cos_sin, batch, cache, block_size, every=every
         )

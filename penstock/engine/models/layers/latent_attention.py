@@ -6,6 +6,9 @@ backend (`Ops.latent_attention`), which chooses whether to make keys and values 
 
 Where tokens attend to few others only (`indexer`), steps whose contexts are no longer than that are computed as if they
 attended to all, which is the same.
+
+A layer may attend to the latents of a layer below it (`source`), with keys and values that it makes of them itself. It
+stores none then, but for the keys of an indexer of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from penstock.engine.backends.interface import (
     ActivationOps,
     AttentionBatch,
     Chosen,
+    HeadScales,
     LatentAdditions,
     LatentLayout,
     LatentWeights,
     Ops,
 )
-from penstock.engine.kv.kinds import BothKinds, PagedLatent, PagedLatentCache, PagedRows
+from penstock.engine.kv.kinds import BothKinds, CacheKind, OfLayer, PagedLatent, PagedLatentCache, PagedRows
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.linear import Linear
 
@@ -37,7 +41,8 @@ class LatentAttention:
     ops: ActivationOps
     attention_ops: Ops
     inputs: Linear
-    """Queries, or the narrower vector that they are made of, then latent and rotated key."""
+    """Queries, or the narrower vector that they are made of, then latent and rotated key; with a `source` queries
+    alone."""
     output: Linear
     heads: LatentLayout
     weights: LatentWeights
@@ -54,6 +59,10 @@ class LatentAttention:
     """How many cached tokens a token attends to; None: all."""
     query_scales: Tensor | None = None
     """float32 [positions]: what queries are multiplied by."""
+    head_scales: HeadScales | None = None
+    """What those of each head are multiplied by instead."""
+    source: int | None = None
+    """The layer whose latents it attends to; None: its own."""
     indexer: Indexer | None = None
     """What chooses them; None: they are those that the last layer with an indexer chose."""
     gated_queries: bool = False
@@ -81,17 +90,17 @@ class LatentAttention:
         chosen_by = 0 if self.indexer is None else self.indexer.head_weights.weight_bytes
         return sum(linear.weight_bytes for linear in self.linears) + up.numel() * up.element_size() + chosen_by
 
-    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedLatent | BothKinds:
-        latents = PagedLatent(self.heads.cached, block_size, dtype)
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
+        latents: CacheKind = PagedLatent(self.heads.cached, block_size, dtype)
+        if self.source is not None:
+            latents = OfLayer(self.source)
         if self.indexer is None:
             return latents
         return BothKinds(latents, PagedRows(self.indexer.layout.dim, block_size, self.weights.norm.dtype))
 
     def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
         """`cache`: a `PagedLatentCache`; with an indexer, a pair of that and the indexer's keys."""
-        made = self.inputs(x)
-        split = made.shape[1] - self.heads.cached
-        q, kv = made[:, :split], made[:, split:]
+        q, kv = self._parts(self.inputs(x))
         narrow, gate = q, None if self.output_gate is None else self.output_gate(x)
         if self.query_up is not None and self.query_norm is not None:
             narrow = self.ops.rms_norm(q, self.query_norm, self.weights.eps)
@@ -102,13 +111,20 @@ class LatentAttention:
         seen = self._seen(x, narrow, self._grown(q, batch), kv, batch, cache)
         return self.output(seen if gate is None else self.attention_ops.sigmoid_mul(seen, gate))
 
+    def _parts(self, made: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `inputs` gives: of queries, and of what is kept."""
+        if self.source is not None:
+            return made, None
+        split = made.shape[1] - self.heads.cached
+        return made[:, :split], made[:, split:]
+
     def _split(self, made: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and gates."""
         heads = made.view(len(made), self.heads.heads, -1)
         queries, gates = heads[..., : self.heads.query], heads[..., self.heads.query :]
         return queries.reshape(len(made), -1), gates.reshape(len(made), -1)
 
-    def _seen(self, x: Any, narrow: Tensor, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: Any) -> Tensor:
+    def _seen(self, x: Any, narrow: Tensor, q: Tensor, kv: Tensor | None, batch: AttentionBatch, cache: Any) -> Tensor:
         """[T, heads * value]."""
         if self.most is None:
             return self._attend(q, kv, batch, cache)
@@ -149,9 +165,7 @@ class LatentAttention:
         inputs: Any = self.inputs
         query_up: Any = self.query_up
         output: Any = self.output
-        made: Tensor = inputs.fused(residual, norm=norm, eps=eps)
-        split = made.shape[1] - self.heads.cached
-        q, kv = made[:, :split], made[:, split:]
+        q, kv = self._parts(inputs.fused(residual, norm=norm, eps=eps))
         if query_up is not None:
             q = query_up.fused(q, norm=self.query_norm, eps=self.weights.eps)
         q = self._grown(q, batch)
@@ -159,11 +173,13 @@ class LatentAttention:
         return out
 
     def _grown(self, q: Tensor, batch: AttentionBatch) -> Tensor:
+        if self.head_scales is not None:
+            return self.attention_ops.scale_heads(q, batch.positions, self.head_scales)
         if self.query_scales is None:
             return q
         return (q * self.query_scales[batch.positions].unsqueeze(-1)).to(q.dtype)
 
-    def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor | None, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales
         return self.attention_ops.latent_attention(
             q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales, self.additions, self.sinks

@@ -16,8 +16,13 @@ from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
 
-def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """float32 [positions, rotated dimensions]: cosines in the first half of each row, sines in the second."""
+def cos_sin_table(
+    rope: RopeConfig, head_dim: int, positions: int, device: torch.device, factors: Tensor | None = None
+) -> Tensor:
+    """float32 [positions, rotated dimensions]: cosines in the first half of each row, sines in the second. `factors`:
+    of every frequency."""
+    if not head_dim:
+        return torch.empty((positions, 0), device=device)
     if rope.kind == "none":  # a rotation by nothing, of the least that the kernels rotate
         return torch.tensor([[1.0, 0.0]], device=device).repeat(positions, 1)
     if rope.kind == "still":
@@ -29,6 +34,8 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch
             frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
     except ArithmeticError as error:
         raise CheckpointError(f"the rope parameters of kind {rope.kind} have no frequencies: {error}") from None
+    if factors is not None and not factors.is_meta:
+        frequencies = frequencies * factors.cpu()
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
 
@@ -37,6 +44,11 @@ def query_scales(growth: QueryGrowth, positions: int, device: torch.device) -> T
     """float32 [positions]; see `QueryGrowth`."""
     periods = ((torch.arange(positions).float() + growth.offset) / growth.period).floor()
     return (periods.log1p() * growth.strength + 1.0).to(device)
+
+
+def log_positions(positions: int, device: torch.device) -> Tensor:
+    """float32 [positions]; see `HeadScales`."""
+    return (torch.arange(positions) + 1).float().log().to(device)
 
 
 def _frequencies(rope: RopeConfig, dim: int, positions: int) -> tuple[Tensor, float]:

@@ -1,7 +1,8 @@
 """New tokens before attention over latents: queries in the space of the latents, and what is cached of a token.
 
 One launch. Programs of the product take the plain part of a head's queries through that head's key matrix; programs
-of their own rotate queries and key, normalize the latent and write into the cache.
+of their own rotate queries and key, normalize the latent and write into the cache. Where nothing is rotated, and
+nothing stored since the latents are another layer's, there are none of these.
 """
 
 from __future__ import annotations
@@ -87,16 +88,13 @@ def _turn_and_store(
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
+    STORED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One token: its queries rotated, its latent normalized, its key rotated, and both stored."""
+    """One token: its queries rotated; if it is STORED, its latent normalized, its key rotated, and both stored."""
     HALF: tl.constexpr = ROTARY // 2
     CACHED: tl.constexpr = LATENT + ROTARY
-    r = tl.arange(0, LATENT_BLOCK)
-    in_latent = r < LATENT
-    gain = tl.load(norm_ptr + r, mask=in_latent, other=0.0).to(tl.float32)
     position = tl.load(positions_ptr + token)
-    slot = tl.load(slots_ptr + token)
     i = tl.arange(0, HALF_BLOCK)
     in_half = i < HALF
     cos = tl.load(cos_sin_ptr + position * ROTARY + i, mask=in_half, other=1.0)
@@ -115,33 +113,38 @@ def _turn_and_store(
     tl.store(to, (low * cos[None, :] - high * sin[None, :]).to(kind), mask=mask)
     tl.store(to + HALF, (high * cos[None, :] + low * sin[None, :]).to(kind), mask=mask)
 
-    x = tl.load(kv_ptr + token * kv_stride + r, mask=in_latent, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps)
-    x = (x * gain).to(kind).to(tl.float32)
-    key = kv_ptr + token * kv_stride + LATENT
-    low = tl.load(key + first, mask=in_half, other=0.0).to(tl.float32)
-    high = tl.load(key + second, mask=in_half, other=0.0).to(tl.float32)
-    turned = (low * cos - high * sin).to(kind).to(tl.float32)
-    turned_high = (high * cos + low * sin).to(kind).to(tl.float32)
-    if INT8:
-        peak = tl.maximum(tl.max(tl.abs(turned), axis=0), tl.max(tl.abs(turned_high), axis=0))
-        peak = tl.maximum(peak, tl.max(tl.abs(x), axis=0))
-        scale = (peak / INT8_MAX).to(scale_ptr.dtype.element_ty)
-        tl.store(scale_ptr + slot, scale)
-        divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)
-        x = tl.clamp(tl.floor(x / divisor + 0.5), -INT8_MAX, INT8_MAX)
-        turned = tl.clamp(tl.floor(turned / divisor + 0.5), -INT8_MAX, INT8_MAX)
-        turned_high = tl.clamp(tl.floor(turned_high / divisor + 0.5), -INT8_MAX, INT8_MAX)
-    elif SCALED:
-        divisor = tl.load(scale_ptr)
-        x = tl.clamp(x / divisor, -FP8_MAX, FP8_MAX)
-        turned = tl.clamp(turned / divisor, -FP8_MAX, FP8_MAX)
-        turned_high = tl.clamp(turned_high / divisor, -FP8_MAX, FP8_MAX)
-    stored = cache_ptr + slot * CACHED
-    kept = cache_ptr.dtype.element_ty
-    tl.store(stored + r, x.to(kept), mask=in_latent)
-    tl.store(stored + LATENT + i, turned.to(kept), mask=in_half)
-    tl.store(stored + LATENT + HALF + i, turned_high.to(kept), mask=in_half)
+    if STORED:
+        r = tl.arange(0, LATENT_BLOCK)
+        in_latent = r < LATENT
+        gain = tl.load(norm_ptr + r, mask=in_latent, other=0.0).to(tl.float32)
+        slot = tl.load(slots_ptr + token)
+        x = tl.load(kv_ptr + token * kv_stride + r, mask=in_latent, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps)
+        x = (x * gain).to(kind).to(tl.float32)
+        key = kv_ptr + token * kv_stride + LATENT
+        low = tl.load(key + first, mask=in_half, other=0.0).to(tl.float32)
+        high = tl.load(key + second, mask=in_half, other=0.0).to(tl.float32)
+        turned = (low * cos - high * sin).to(kind).to(tl.float32)
+        turned_high = (high * cos + low * sin).to(kind).to(tl.float32)
+        if INT8:
+            peak = tl.maximum(tl.max(tl.abs(turned), axis=0), tl.max(tl.abs(turned_high), axis=0))
+            peak = tl.maximum(peak, tl.max(tl.abs(x), axis=0))
+            scale = (peak / INT8_MAX).to(scale_ptr.dtype.element_ty)
+            tl.store(scale_ptr + slot, scale)
+            divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)
+            x = tl.clamp(tl.floor(x / divisor + 0.5), -INT8_MAX, INT8_MAX)
+            turned = tl.clamp(tl.floor(turned / divisor + 0.5), -INT8_MAX, INT8_MAX)
+            turned_high = tl.clamp(tl.floor(turned_high / divisor + 0.5), -INT8_MAX, INT8_MAX)
+        elif SCALED:
+            divisor = tl.load(scale_ptr)
+            x = tl.clamp(x / divisor, -FP8_MAX, FP8_MAX)
+            turned = tl.clamp(turned / divisor, -FP8_MAX, FP8_MAX)
+            turned_high = tl.clamp(turned_high / divisor, -FP8_MAX, FP8_MAX)
+        stored = cache_ptr + slot * CACHED
+        kept = cache_ptr.dtype.element_ty
+        tl.store(stored + r, x.to(kept), mask=in_latent)
+        tl.store(stored + LATENT + i, turned.to(kept), mask=in_half)
+        tl.store(stored + LATENT + HALF + i, turned_high.to(kept), mask=in_half)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -175,6 +178,7 @@ def _prepare_kernel(
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
+    STORED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -192,13 +196,13 @@ def _prepare_kernel(
         _turn_and_store(
             q_ptr, kv_ptr, norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr, scale_ptr, query_ptr, token,
             q_stride, kv_stride, eps, HEADS, HEAD_BLOCK, LATENT, LATENT_BLOCK, PLAIN, ROTARY, HALF_BLOCK, INTERLEAVED,
-            SCALED, INT8, PDL,
+            SCALED, INT8, STORED, PDL,
         )  # fmt: skip
 
 
 def prepare(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     layout: LatentLayout,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -209,8 +213,8 @@ def prepare(
     fixed: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Store the new tokens; the queries in the space of what is cached, [T, heads, latent + rotary]. `fixed`: sums of
-    a token do not depend on how many there are."""
+    """Store the new tokens, where `kv` has some; the queries in the space of what is cached, [T, heads, latent +
+    rotary]. `fixed`: sums of a token do not depend on how many there are."""
     tokens = q.shape[0]
     query = torch.empty((tokens, layout.heads, layout.cached), dtype=q.dtype, device=q.device)
     block_t = 16 if tokens <= 16 or fixed else 32 if tokens <= 256 else 64
@@ -219,9 +223,9 @@ def prepare(
     products = tiles * layout.heads * ceil_div(layout.latent, block_r)
     launch(
         _prepare_kernel,
-        (products + tokens,),
+        (products + (0 if kv is None and not layout.rotary else tokens),),
         q,
-        kv,
+        q if kv is None else kv,
         weights.up,
         weights.norm,
         cos_sin,
@@ -231,7 +235,7 @@ def prepare(
         cos_sin if scales is None else scales,
         query,
         q.stride(0),
-        kv.stride(0),
+        q.stride(0) if kv is None else kv.stride(0),
         weights.eps,
         tokens,
         tiles,
@@ -249,6 +253,7 @@ def prepare(
         INTERLEAVED=layout.interleaved,
         SCALED=scales is not None,
         INT8=cache.dtype == torch.int8,
+        STORED=kv is not None,
         PRECISION=precision(q),
         num_warps=4,
         pdl=pdl,

@@ -86,7 +86,7 @@ def attend(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Fold cached tokens `begin..end` into the running softmax; unmasked tiles must be visible to every row. `listed`:
-    whether they are those of `list_ptr`, which are masked."""
+    whether they are those of `list_ptr`, which are masked. Where nothing is rotated `turned` is not read."""
     CACHED: tl.constexpr = LATENT + ROTARY
     r = tl.arange(0, LATENT_BLOCK)
     e = tl.arange(0, ROTARY_BLOCK)
@@ -110,16 +110,22 @@ def attend(
             at = cache_ptr + (block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED)[:, None]
         if MASKED:
             k = tl.load(at + r[None, :], mask=inside[:, None] & (r < LATENT)[None, :], other=0.0)
-            k_turned = tl.load(at + LATENT + e[None, :], mask=inside[:, None] & (e < ROTARY)[None, :], other=0.0)
-        elif LATENT == LATENT_BLOCK and ROTARY == ROTARY_BLOCK:
+            if ROTARY > 0:
+                k_turned = tl.load(at + LATENT + e[None, :], mask=inside[:, None] & (e < ROTARY)[None, :], other=0.0)
+        elif LATENT == LATENT_BLOCK and (ROTARY == ROTARY_BLOCK or ROTARY == 0):
             k = tl.load(at + r[None, :])
-            k_turned = tl.load(at + LATENT + e[None, :])
+            if ROTARY > 0:
+                k_turned = tl.load(at + LATENT + e[None, :])
         else:
             k = tl.load(at + r[None, :], mask=(r < LATENT)[None, :], other=0.0)
-            k_turned = tl.load(at + LATENT + e[None, :], mask=(e < ROTARY)[None, :], other=0.0)
+            if ROTARY > 0:
+                k_turned = tl.load(at + LATENT + e[None, :], mask=(e < ROTARY)[None, :], other=0.0)
         k = widen(k, q)
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        qk = tl.dot(turned, tl.trans(widen(k_turned, q)), qk, input_precision=PRECISION) * scores
+        if ROTARY > 0:
+            qk = tl.dot(turned, tl.trans(widen(k_turned, q)), qk, input_precision=PRECISION) * scores
+        else:
+            qk *= scores
         if INT8:
             scale = tl.load(scale_ptr + slot, mask=inside, other=0.0).to(tl.float32)
             qk *= scale[None, :]

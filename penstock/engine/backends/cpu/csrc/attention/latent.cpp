@@ -324,10 +324,12 @@ PK_FUNCTION(int, pk_latent_attention)(Context* ctx, const LatentArgs* args) {
         dispatch_cache(a.cache_dtype, [&](auto* c) {
             using C = elem<decltype(c)>;
             const float* norm = as_floats(ctx->shared, a.norm, a.latent, a.norm_dtype);
-            ctx->pool.rows(a.tokens, grain(2 * s.cached), [&](int64_t begin, int64_t end, int thread) {
-                float* line = ctx->scratch[thread].floats(2 * s.width);
-                for (int64_t token = begin; token < end; ++token) store_token<T, C>(a, norm, token, line);
-            });
+            if (a.kv) {
+                ctx->pool.rows(a.tokens, grain(2 * s.cached), [&](int64_t begin, int64_t end, int thread) {
+                    float* line = ctx->scratch[thread].floats(2 * s.width);
+                    for (int64_t token = begin; token < end; ++token) store_token<T, C>(a, norm, token, line);
+                });
+            }
             for (int64_t begin = 0, end = 0; begin < a.tokens; begin = end) {
                 int64_t floats = 0;
                 do floats += parts_of(a.context_lens[end++]) * int64_t(a.heads) * s.stride;
