@@ -17,14 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny.common import COMMON
 from tests.engine.tiny.families import FAMILIES
-from tests.engine.tiny.mistral_large4 import MistralLarge4ForCausalLM
 from tests.engine.tiny.step3p5 import Step3p5ForCausalLM
 
 # The library lists this decoder only among models that also take images, and releases before 5.18 skip a `register` of
 # their own classes.
 AutoModelForCausalLM._model_mapping._extra_content[transformers.Mistral4Config] = transformers.Mistral4ForCausalLM
 AutoModelForCausalLM._model_mapping._extra_content[transformers.Step3p7TextConfig] = Step3p5ForCausalLM
-AutoModelForCausalLM._model_mapping._extra_content[transformers.MistralLarge4TextConfig] = MistralLarge4ForCausalLM
+if hasattr(transformers, "MistralLarge4TextConfig"):
+    from tests.engine.tiny.mistral_large4 import MistralLarge4ForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[transformers.MistralLarge4TextConfig] = MistralLarge4ForCausalLM
 
 
 def write_checkpoint(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
 from tests.engine.tiny import dense, experts, latent, states
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    **dense.FAMILIES,
-    **experts.FAMILIES,
-    **latent.FAMILIES,
-    **states.FAMILIES,
+    family: made
+    for families in (dense.FAMILIES, experts.FAMILIES, latent.FAMILIES, states.FAMILIES)
+    for family, made in families.items()
+    # A GPU machine may have an older release of the library than the one that is pinned, which has all of them.
+    if made[0] != "MistralLarge4TextConfig" or hasattr(transformers, made[0])
 }
