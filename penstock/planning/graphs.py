@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.planning.deployment import Deployment
 
-REST = 1 << 30
+REST = 3 << 29
 """Activations of the largest captured step, code of kernels, workspaces of libraries."""
 _PROMPTS, _LEAST_TOKENS = 8, 32
 """Most prompts in a captured step, and the tokens of the smallest of these."""

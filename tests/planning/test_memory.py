@@ -396,7 +396,7 @@ def test_the_parts_add_up_to_the_device() -> None:
         ),
         (
             "llama-8b", "l4", {"max_model_len": 131072}, "one sequence of 131,072 tokens does not fit",
-            "max_model_len 38,096 or 2 x l4 (tensor_parallel 2) or",
+            "max_model_len 35,104 or 2 x l4 (tensor_parallel 2) or",
         ),
         ("llama-405b", "rtx-4090", {}, "which has 25.3 GB", "8 x h200 (tensor_parallel 8) would do"),
         ("llama-70b", "rtx-4090", {}, "which has 25.3 GB", "8 x rtx-4090 (tensor_parallel 8) or one h200 would do"),

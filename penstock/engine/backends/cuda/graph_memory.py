@@ -6,7 +6,7 @@ from penstock.engine.backends.cuda.prompt_graphs import shapes_for
 from penstock.engine.backends.interface import StepLimits
 from penstock.engine.models.decoder import Decoder
 
-_REST = 1 << 30
+_REST = 3 << 29
 """Activations of the largest captured step, code of kernels, workspaces of libraries, and what the driver keeps of each
 graph. `bench_memory_of_graphs` in `tests/gpu` measures them."""
 
