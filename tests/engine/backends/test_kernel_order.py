@@ -11,7 +11,7 @@ ROOT = Path(cuda.__file__).parent
 WAIT = {"wait_for_inputs", "gdc_wait"}
 """The second is what kernels in Gluon call."""
 WEIGHTS = {"weight", "shared", "words", "exponents", "scale", "bias", "norm", "q_norm", "k_norm", "cos_sin", "conv",
-           "decay", "dt_bias", "skip", "columns", "taps"}  # fmt: skip
+           "decay", "dt_bias", "skip", "columns", "taps", "rates", "offsets", "logarithms"}  # fmt: skip
 STEP = {"positions", "slots", "rows", "context", "first", "last", "reads", "writes", "starts"}
 ADAPTERS = {"bank", "a", "b", "ranks", "delta_ranks", "tile_ranks", "tile_slots", "tile_tokens", "held"}
 """Constants, and tables that are made by launches that nothing overtakes."""
