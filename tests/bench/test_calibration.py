@@ -112,7 +112,7 @@ SMALL = [Workload("2 x 12/8", 2, (12, 12), (8, 8)), Workload("1 x 40/7", 1, (40,
 def test_a_machine_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "default_workloads", lambda on_cpu: SMALL)
     model = write_checkpoint("llama-gqa", tmp_path / "model")
-    settings = OfflineBenchSettings(model=str(model), device="cpu")
+    settings = OfflineBenchSettings(model=str(model), device="cpu", dtype="float32")
     path, console = tmp_path / "mine.yaml", Console(record=True, width=120)
     calibration.main(settings, (), path, "cpu-2", tmp_path / "fit.json", console)
     printed = console.export_text()
