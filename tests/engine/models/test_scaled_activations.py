@@ -76,7 +76,7 @@ def test_linears_that_stay_dense_get_plain_numbers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(family, tmp_path)
-    request = greedy("r", [i * 7 % 199 for i in range(70)], 12)
+    request = greedy("r", [i * 7 % 199 for i in range(70)], 4)
     expected = generate(make_engine(folder), request)
     monkeypatch.setattr(part, "pick_backend", lambda device, threads: ScalingBackend())
     assert generate(make_engine(folder), request) == expected
