@@ -143,6 +143,10 @@ def conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: draft_tensor_parallel is only used with speculation: draft")
         if (model.draft_tensor_parallel or 1) > model.tensor_parallel:
             problems.append(f"models[{index}]: draft_tensor_parallel is more than tensor_parallel")
+        if model.fp8_attention and model.kv_dtype != "fp8":
+            problems.append(f"models[{index}]: fp8_attention needs kv_dtype: fp8")
+        if model.fp8_attention and model.deterministic:
+            problems.append(f"models[{index}]: fp8_attention is not available with deterministic: true")
         if model.replica_count > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
         ranks = model.tensor_parallel * model.pipeline_parallel

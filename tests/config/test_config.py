@@ -144,6 +144,11 @@ def test_every_mistake_is_reported_at_once() -> None:
             "models: [{speculation: draft, draft_model: a, draft_tensor_parallel: 2}]",
             "draft_tensor_parallel is more than tensor_parallel",
         ),
+        ("models: [{fp8_attention: true}]", "models[0]: fp8_attention needs kv_dtype: fp8"),
+        (
+            "models: [{kv_dtype: fp8, fp8_attention: true, deterministic: true}]",
+            "not available with deterministic: true",
+        ),
         ("models: [{replicas: 2, replica_roles: [prefill]}]", "prefill and decode need each other"),
         ("models: [{replicas: 2, replica_roles: [prefil, decode]}]", "prefill"),
         ("models: [{replica_grids: [4x0]}]", "'4x0' is not TENSORxPIPELINE, such as 4x1"),

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -134,7 +134,8 @@ def load_part(
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
         if config.fp8_attention:
-            backend.attend_in_fp8(model, kv_dtype)
+            with nullcontext() if own_cache else suppress(ConfigError):  # a draft model may have other heads
+                backend.attend_in_fp8(model, kv_dtype)
     max_running = config.max_running or backend.defaults.max_running
     budget = config.token_budget or backend.defaults.token_budget
     if member is not None:

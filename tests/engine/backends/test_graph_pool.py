@@ -5,8 +5,12 @@ all others do, and copies to the host are made at once, as those that a stream m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda import decode_graphs, draw_chains, prompt_graphs
+from penstock.engine.backends.cuda import capture, decode_graphs, draw_chains, prompt_graphs
 from penstock.engine.backends.cuda.capture import GraphPool, Recording, Work
 from penstock.engine.backends.cuda.decode_graphs import DecodeGraphs
 from penstock.engine.backends.cuda.graphs import GraphExecutor
@@ -164,3 +168,108 @@ def test_drafts_are_verified_with_the_logits_of_their_own_step(
     found = answers(engine, *requests(0))
     assert {request: [token for token, _ in tokens] for request, tokens in found.items()} == texts
     assert engine.load_snapshot().accepted_tokens > 40 and len(set(replayed)) > 6
+
+
+class PooledGraph:
+    """Stands for a CUDA graph as PyTorch counts those of a pool: one that has none any more cannot be named again."""
+
+    alive: ClassVar[Counter[int]] = Counter()
+    begun: ClassVar[int] = 0
+    fails: ClassVar[bool] = False
+
+    def capture_begin(self, pool: int | None = None, **_: Any) -> None:
+        if pool is None:
+            PooledGraph.begun += 1
+            pool = PooledGraph.begun
+        else:
+            assert self.alive[pool] > 0, "a pool without graphs was named"
+        self._pool = pool
+        self.alive[pool] += 1
+
+    def capture_end(self) -> None:
+        if self.fails:
+            raise RuntimeError("out of memory")
+
+    def pool(self) -> int:
+        return self._pool
+
+    def replay(self) -> None:
+        """Results stay as they were when it was captured."""
+
+    def __del__(self) -> None:
+        self.alive[self._pool] -= 1
+
+
+@pytest.fixture
+def pooled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]]:
+    """Captures as they are on a device; how many graphs each pool has."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(cpu, "load", lambda threads: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PooledGraph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(capture, "_capture_stream", lambda device: stream)
+    monkeypatch.setattr(capture, "_make_room", lambda device: None)
+    monkeypatch.setattr(ReferenceBackend, "executor", lambda self, resources: GraphExecutor(resources))
+    gc.collect()
+    PooledGraph.alive.clear()
+
+    def counts() -> list[int]:
+        gc.collect()
+        return [count for _, count in sorted(PooledGraph.alive.items())]
+
+    yield counts
+    PooledGraph.alive.clear()
+
+
+def urgent_in_capture(engine: Engine) -> Callable[[], bool]:
+    """Something is at the last layer, once all of them were rehearsed."""
+    looks = iter([False] * (2 * len(engine.runner.decoder.layers) - 1) + [True])
+    return lambda: next(looks)
+
+
+def test_a_pool_is_named_only_as_long_as_it_has_graphs(tmp_path: Path, pooled: Callable[[], list[int]]) -> None:
+    """Captures that are broken off, that fail, or that come again once all graphs were dropped."""
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path), **SETTINGS)
+    executor = engine.runner.executor
+    assert isinstance(executor, GraphExecutor) and executor.prompt_graphs is not None
+    (first,) = pooled()
+    begun = PooledGraph.begun
+    assert executor.improve(urgent_in_capture(engine)) and pooled() == [first], "broken off"
+    PooledGraph.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        executor.improve()
+    PooledGraph.fails = False
+    assert executor.improve() and pooled() == [first + 1]
+
+    again = executor.release()
+    assert pooled() == [0]
+    assert executor.improve(urgent_in_capture(engine)), "the first of a new pool is broken off"
+    assert PooledGraph.begun == begun + 1 and not any(pooled())
+    PooledGraph.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        executor.improve()
+    PooledGraph.fails = False
+    again()
+    while executor.improve():
+        pass
+    *before, all_of_them = pooled()
+    assert not any(before) and all_of_them > first
+    captured = len(executor.graphs._captured) + len(executor.prompt_graphs._captured)
+    assert all_of_them == captured and set(executor.graphs._captured) == set(executor.graphs.buckets)
+
+
+def test_a_drafter_has_a_pool_of_its_own_for_steps_and_chains(tmp_path: Path, pooled: Callable[[], list[int]]) -> None:
+    folder = write_checkpoint("llama-gqa", tmp_path)
+    engine = make_engine(folder, speculation="draft", draft_model=str(folder), **SETTINGS)
+    assert len(pooled()) == 2 and all(pooled())
+    executors = engine.runner.executor, engine.speculation.proposer.runner.executor  # type: ignore[union-attr]
+    assert isinstance(executors[1], GraphExecutor)
+    executors[1].chains = draw_chains.DrawChains(executors[1].graphs, depth=2)
+    executors[1].chains.capture_all()
+    assert len(pooled()) == 2
+    agains = [executor.release() for executor in executors]
+    assert pooled() == [0, 0]
+    for again in agains:
+        again()
+    assert pooled()[:2] == [0, 0] and len(pooled()) == 4 and all(pooled()[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.cuda.long_prompts import (
     CAPTURED_CONTEXT,
+    FP8_HEAD,
     LONG_CHUNK,
     Gathering,
+    attends_in_fp8,
     gathered_bytes,
     room_for_gathered,
 )
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
+from penstock.engine.models.families import read_config
 from penstock.engine.startup import memory
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
@@ -79,6 +83,43 @@ def test_captured_steps_have_room_for_keys_gathered_from_a_quantized_cache(tmp_p
     narrow = Gathering(decoder, kv)
     assert narrow.total_context(1024, 8) is None and narrow.most_places(chunks((90_000, 1000))) == math.inf
     assert room_for_gathered(decoder, kv) == 4096, "such chunks are read as they are where steps are captured"
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama-gqa", True),
+        ("qwen3-moe", True),
+        ("mistral-window", True),
+        ("gemma2", False),  # caps scores
+        ("gpt-oss", False),  # has sinks
+        ("deepseek-v3", False),
+        ("deepseek-v4", False),
+        ("qwen4-exp", False),
+        ("qwen3-next", True),  # attends in some layers
+        ("granite4-hybrid", True),
+        ("nemotron-h", True),
+        ("falcon-h1", True),  # in every layer, beside Mamba
+        ("lfm2", True),
+        ("mamba2", False),  # in none, whatever the size of its heads
+    ],
+)
+def test_which_models_attend_in_fp8(tmp_path: Path, family: str, expected: bool) -> None:
+    model = read_config(json.loads((write_checkpoint(family, tmp_path) / "config.json").read_text()))
+    assert attends_in_fp8(replace(model, head_dim=FP8_HEAD, layer_heads=())) == expected
+    assert not attends_in_fp8(replace(model, head_dim=64, layer_heads=()))
+
+
+def test_a_model_attends_in_fp8_if_one_of_its_layers_does(tmp_path: Path) -> None:
+    model = read_config(json.loads((write_checkpoint("minimax-m3", tmp_path) / "config.json").read_text()))
+    assert model.sparse_blocks is not None
+    layers = (True,) * model.num_layers
+    chooses = replace(model.sparse_blocks, layers=layers), replace(model.sparse_blocks, layers=(False, *layers[1:]))
+    found = [attends_in_fp8(replace(model, head_dim=FP8_HEAD, sparse_blocks=blocks)) for blocks in chooses]
+    assert found == [False, True]
+    heads = ((2, 64),) * (model.num_layers - 1)
+    assert attends_in_fp8(replace(model, sparse_blocks=None, layer_heads=(*heads, (2, FP8_HEAD))))
+    assert not attends_in_fp8(replace(model, sparse_blocks=None, layer_heads=(*heads, (2, 256))))
 
 
 def test_how_often_keys_are_read_is_counted_by_prompt() -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.core import Engine
+from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.speculative.draft import DraftProposer
 from penstock.errors import ConfigError
@@ -127,6 +130,24 @@ def test_a_draft_that_fails_is_given_up(target: Path, plain: Engine, monkeypatch
     assert generate(engine, request) == expected
     assert engine.load_snapshot().drafts == 0
     assert_idle(engine)
+
+
+def test_a_draft_model_need_not_attend_in_fp8(target: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does where it can, since it shares the device's operations with its target; where it cannot, nothing is
+    refused."""
+    found: list[tuple[str, int]] = []
+
+    def attend_in_fp8(self: Backend, model: ModelConfig, kv_dtype: torch.dtype) -> None:
+        found.append((model.family, id(self)))
+        if model.family == "qwen3":
+            raise ConfigError("heads of 128")
+
+    monkeypatch.setattr(Backend, "attend_in_fp8", attend_in_fp8)
+    settings: dict[str, Any] = {"kv_dtype": "fp8", "fp8_attention": True}
+    drafting(target, other, **settings)
+    assert [family for family, _ in found] == ["qwen3", "llama"] and len({backend for _, backend in found}) == 1
+    with pytest.raises(ConfigError, match="heads of 128"):
+        drafting(other, target, **settings)
 
 
 def test_another_vocabulary_is_refused_at_start(target: Path, other: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.latents import CHOICE_BYTES
 from penstock.engine.backends.cuda.linear import CudaLinear
-from penstock.engine.backends.cuda.long_prompts import room_for_gathered
+from penstock.engine.backends.cuda.long_prompts import FP8_HEAD, attends_in_fp8, room_for_gathered
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -56,10 +56,6 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.models.weights import Weights
-
-
-FP8_HEAD = 128
-"""Size of the heads that attend in FP8 (`kernels.hopper_prefill`, which cannot be imported everywhere)."""
 
 
 class CudaBackend(TorchCudaBackend):
@@ -95,7 +91,7 @@ class CudaBackend(TorchCudaBackend):
             super().attend_in_fp8(model, kv_dtype)
         if kv_dtype != torch.float8_e4m3fn:
             raise ConfigError("fp8_attention: true multiplies keys and values as they are kept: set kv_dtype: fp8 too")
-        if not _attends_in_fp8(model):
+        if not attends_in_fp8(model):
             raise ConfigError(
                 f"fp8_attention: true is for attention with heads of {FP8_HEAD}, without latents, choices of blocks, "
                 "soft caps or sinks, which no layer of this model has: remove it"
@@ -183,14 +179,6 @@ class CudaBackend(TorchCudaBackend):
 
     def graph_bytes(self, decoder: Decoder, limits: StepLimits) -> int:
         return graph_bytes(decoder, limits)
-
-
-def _attends_in_fp8(model: ModelConfig) -> bool:
-    """Whether some layer has attention that `hopper_prefill` computes."""
-    others = (model.latent, model.compression, model.block_index, model.sparse_blocks, model.attention_softcap)
-    return all(other is None for other in others) and any(
-        model.heads_in(layer)[1] == FP8_HEAD and not model.has_sinks(layer) for layer in range(model.num_layers)
-    )
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

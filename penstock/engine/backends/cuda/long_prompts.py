@@ -19,11 +19,14 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.model_config import ModelConfig
 
 LONG_CHUNK = 512
 """Prompt tokens of a step from which keys are gathered; the portable kernel attends in smaller ones."""
 CAPTURED_CONTEXT = 32768
 """Tokens that the prompts of a captured step with gathered keys see at most, together."""
+FP8_HEAD = 128
+"""Size of the heads that attend in FP8 (`kernels.hopper_prefill`, which cannot be imported everywhere)."""
 
 
 @runtime_checkable
@@ -44,6 +47,24 @@ def room_for_gathered(decoder: Decoder, kv: KVCache) -> int:
     """What is left free for them; captured steps have room of their own."""
     captured = max((_bytes_of(mixer, cache, CAPTURED_CONTEXT) for mixer, cache in _quantized(decoder, kv)), default=0)
     return gathered_bytes(decoder, kv) + captured
+
+
+def attends_in_fp8(model: ModelConfig) -> bool:
+    """Whether some layer has attention that `hopper_prefill` computes."""
+    if model.latent is not None or model.compression is not None or model.block_index is not None:
+        return False
+    return model.attention_softcap is None and any(_attends_in_fp8(model, layer) for layer in range(model.num_layers))
+
+
+def _attends_in_fp8(model: ModelConfig, layer: int) -> bool:
+    if model.only and model.only[layer] == "feed_forward":
+        return False
+    delta, mamba, short, sparse = model.delta, model.mamba, model.short_conv, model.sparse_blocks
+    replaced = [part.layers for part in (delta, short, sparse) if part is not None]
+    if mamba is not None and mamba.beside is None:
+        replaced.append(mamba.layers)
+    heads = model.heads_in(layer)[1]
+    return heads == FP8_HEAD and not model.has_sinks(layer) and not any(layers[layer] for layers in replaced)
 
 
 class Gathering:
