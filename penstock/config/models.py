@@ -83,8 +83,8 @@ class ModelConfig:
         "auto: int8 on CPUs with AMX and on x86 CPUs without bfloat16, full elsewhere.",
     )
     fp8_attention: bool = setting(
-        False, doc="With kv_dtype: fp8, prompts of 512 tokens and more attend in FP8 too: 12 to 21% faster, less "
-        "exact; on H100, H200 and the like, for models with heads of 128."
+        False, doc="With kv_dtype: fp8, chunks of 512 prompt tokens and more attend in FP8 too; their attention is "
+        "12 to 21% faster and less exact. On H100, H200 and the like, for models with heads of 128."
     )  # fmt: skip
     replicas: int = setting(
         1, doc="Engine processes that serve this model, each with its own weights.", least=1, most=256

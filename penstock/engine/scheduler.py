@@ -300,11 +300,11 @@ class Scheduler(Roster):
         if seq.pending and seq not in self.running:
             return None
         if seq not in self.running:
-            self._waiting.remove(seq)
             while not self._rows or self.allocator.shortfall([], seq.length, seq) > 0 or not self._has_slot(seq):
                 if not self.running:
                     return None  # steps in flight hold the rows
                 self.preempt(self._latest())
+            self._waiting.remove(seq)
             started = self._start(seq, [], self.token_budget, now)
             assert started is not None, "it starts from nothing"
             chunk = started

@@ -112,9 +112,9 @@ class LayerKind(NamedTuple):
     queries: int
     """Query heads."""
     unrotated: bool
-    """With latent attention: whether it rotates nothing, """
+    """Whether latent attention rotates nothing."""
     shares: bool
-    """and whether it attends to another layer's latents."""
+    """Whether latent attention is to the latents of another layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

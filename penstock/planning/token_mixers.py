@@ -64,10 +64,9 @@ class Mla:
         """Those that it makes."""
         return 0 if self.shares else self.cached
 
-    @property
-    def _asks(self) -> int | None:
-        """Width of what queries of an indexer are made of; None: that of the layer's inputs."""
-        return None if self.index_from_inputs else self.q_rank or 0
+    def _index_inputs(self, hidden: int) -> int:
+        """Width of what queries of an indexer are made of."""
+        return hidden if self.index_from_inputs else self.q_rank or 0
 
     def by_heads(self, hidden: int, heads: int, output_gate: bool) -> int:
         """Parameters of a layer's matrices that have a part for each head."""
@@ -80,8 +79,8 @@ class Mla:
     def for_all_heads(self, hidden: int, indexed: bool, routed: bool) -> int:
         """Parameters of the matrices that all heads share: those that compress, the indexer's, and those of gates
         behind norms; `routed` layers have one before their experts too."""
-        rank, asks = self.q_rank or 0, hidden if self._asks is None else self._asks
-        indexer = hidden * self.index_dim + asks * self.index_heads * self.index_dim if indexed else 0
+        rank, queries = self.q_rank or 0, self._index_inputs(hidden) * self.index_heads * self.index_dim
+        indexer = hidden * self.index_dim + queries if indexed else 0
         return hidden * (self.made + rank) + indexer + 2 * hidden * self.gate_rank * (1 + routed)
 
     def others(self, hidden: int, heads: int, indexed: bool) -> int:
@@ -101,7 +100,7 @@ class Mla:
         if output_gate:
             inputs, outputs = inputs + hidden, outputs + values
         if indexed:
-            inputs += 2 * hidden + (hidden if self._asks is None else self._asks)
+            inputs += 2 * hidden + self._index_inputs(hidden)
             outputs += self.index_dim + self.index_heads * self.index_dim + self.index_heads
         gates = (hidden + self.gate_rank) * (1 + routed) if self.gate_rank else 0
         return inputs + gates, outputs + gates

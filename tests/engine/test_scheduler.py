@@ -433,6 +433,19 @@ def test_a_suspect_takes_the_place_of_others_if_it_must() -> None:
     assert len(scheduler.running) == 2 and scheduler.preemptions == 2
 
 
+def test_a_suspect_that_waits_for_a_row_is_not_lost_with_a_rank() -> None:
+    scheduler = make_scheduler(running=1, batches=2)
+    first, second = (scheduler.add(request(name, [1] * 4, 4), 0.0) for name in "ab")
+    scheduler.isolate([first, second])
+    assert [chunk.seq for chunk in step(scheduler).chunks] == [first]
+    assert scheduler.schedule(0.0) is None, "the step in flight holds the only row"
+    scheduler.start_over()
+    rng, finished = random.Random(0), list[str]()
+    while len(finished) < 2:
+        finished += emit(scheduler, step(scheduler), rng)
+    scheduler.check_idle()
+
+
 def test_only_unfinished_ones_are_late() -> None:
     scheduler = make_scheduler()
     early, late = (scheduler.add(request(name, [1], 5, timeout=at), 0.0) for name, at in (("a", 1.0), ("b", 2.0)))

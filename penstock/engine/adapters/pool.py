@@ -62,7 +62,8 @@ class AdapterPool:
         self._entries: dict[Sequence, AdapterEntry] = {}
         """The entry that each sequence with an adapter holds."""
         self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
-        self._lost: list[tuple[Sequence, str]] = []
+        self._lost: dict[Sequence, str] = {}
+        """Sequences that cannot have their adapter, and why; `poll` returns them."""
         self._since: dict[Sequence, float] = {}
         """When each waiting sequence first found no slot; the first entry has waited longest."""
 
@@ -134,7 +135,7 @@ class AdapterPool:
             return True
         entry = self.registry.get(seq.request.adapter)
         if entry is None:  # unloaded after the request was accepted
-            self._lost.append((seq, f"{ADAPTER_UNKNOWN} {seq.request.adapter!r} any more"))
+            self._lost[seq] = f"{ADAPTER_UNKNOWN} {seq.request.adapter!r} any more"
             return False
         if entry.adapter is None:
             entry.waiting[seq] = None
@@ -142,7 +143,7 @@ class AdapterPool:
             return False
         problem = self._mismatch(seq, entry.adapter)
         if problem is not None:
-            self._lost.append((seq, problem))
+            self._lost[seq] = problem
             return False
         self._give(seq, entry)
         return True
@@ -185,6 +186,7 @@ class AdapterPool:
             waiting = self.registry.get(seq.request.adapter)
             if waiting is not None:
                 waiting.waiting.pop(seq, None)
+            self._lost.pop(seq, None)
             return
         assert seq.adapter is not None
         waiting_here = self._slotless.get(seq.adapter)
@@ -231,11 +233,11 @@ class AdapterPool:
                     self._give(seq, entry)
                     ready.append(seq)
                 else:
-                    self._lost.append((seq, problem))
+                    self._lost[seq] = problem
         if outcome.ready or outcome.failed:
             self.registry.start_loads()
         failed = [(seq, f"{ADAPTER_FAILED}: {why}") for seq, why in outcome.failed]
-        failed += self._lost
+        failed += self._lost.items()
         self._lost.clear()
         return ready, failed
 

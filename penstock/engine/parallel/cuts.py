@@ -95,9 +95,8 @@ class Cuts:
         unrotated = model.latent is not None and model.latent.unrotated
         if not place.data and (model.heads_differ or model.ffn_sizes or unrotated):
             for index in range(model.num_layers):
-                own = attention_cuts(model, place, index)
-                if model.latent is not None:
-                    own = latent_cuts(heads, model.latent, index)
+                latent = model.latent
+                own = attention_cuts(model, place, index) if latent is None else latent_cuts(heads, latent, index)
                 self._by_layer.append(own | self._gated(model.ffn_in(index), *dense))
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}

@@ -135,7 +135,7 @@ def load_part(
         kv_dtype = backend.kv_dtype(config, model, dtype)
         if config.fp8_attention:
             with nullcontext() if own_cache else suppress(ConfigError):  # a draft model may have other heads
-                backend.attend_in_fp8(model, kv_dtype)
+                backend.attend_in_fp8(model, dtype, kv_dtype)
     max_running = config.max_running or backend.defaults.max_running
     budget = config.token_budget or backend.defaults.token_budget
     if member is not None:

@@ -159,6 +159,21 @@ def test_the_context_window_holds_them_too(base: Path, specs: tuple[AdapterSpec,
     assert len(generate(engine, Request("base", [3] * 15, params))["base"]) == 25
 
 
+@pytest.mark.parametrize("end", ["abort", "timeout"])
+def test_a_request_that_cannot_have_its_adapter_may_end_before_it_is_refused(
+    base: Path, specs: tuple[AdapterSpec, ...], end: str
+) -> None:
+    engine = make_engine(base, adapters=specs, max_model_len=40)
+    generate(engine, ask("first", [3], "encoded", 1))  # which is in memory now, so that others learn at once
+    timeout_s = 0.0 if end == "timeout" else None
+    engine.submit(Request("long", [3] * 19, SamplingParams(max_tokens=9), adapter="encoded", timeout_s=timeout_s))
+    if end == "abort":
+        engine.abort("long")
+    (delta,) = drain(engine)
+    assert (delta.finish_reason, delta.error) == (end, None)
+    assert_idle(engine)
+
+
 def test_prompts_cannot_name_them(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
     engine = make_engine(base, adapters=specs)
     for _ in range(2):

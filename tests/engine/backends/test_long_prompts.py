@@ -20,12 +20,14 @@ from penstock.engine.backends.cuda.long_prompts import (
     LONG_CHUNK,
     Gathering,
     attends_in_fp8,
+    check_fp8_attention,
     gathered_bytes,
     room_for_gathered,
 )
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, attended
 from penstock.engine.models.families import read_config
 from penstock.engine.startup import memory
+from penstock.errors import ConfigError
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -120,6 +122,20 @@ def test_a_model_attends_in_fp8_if_one_of_its_layers_does(tmp_path: Path) -> Non
     heads = ((2, 64),) * (model.num_layers - 1)
     assert attends_in_fp8(replace(model, sparse_blocks=None, layer_heads=(*heads, (2, FP8_HEAD))))
     assert not attends_in_fp8(replace(model, sparse_blocks=None, layer_heads=(*heads, (2, 256))))
+
+
+def test_attention_in_fp8_is_refused_where_it_would_do_nothing(tmp_path: Path) -> None:
+    model = read_config(json.loads((write_checkpoint("llama-gqa", tmp_path) / "config.json").read_text()))
+    wide, fp8 = replace(model, head_dim=FP8_HEAD), torch.float8_e4m3fn
+    for dtype in (torch.bfloat16, torch.float16):
+        check_fp8_attention(wide, dtype, fp8)
+    for given, dtype, kv_dtype, reason in (
+        (wide, torch.bfloat16, torch.int8, "set kv_dtype: fp8 too"),
+        (wide, torch.float32, fp8, "for models in bfloat16 or float16"),
+        (model, torch.bfloat16, fp8, "with heads of 128"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_fp8_attention(given, dtype, kv_dtype)
 
 
 def test_how_often_keys_are_read_is_counted_by_prompt() -> None:

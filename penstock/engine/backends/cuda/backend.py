@@ -28,7 +28,7 @@ from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.latents import CHOICE_BYTES
 from penstock.engine.backends.cuda.linear import CudaLinear
-from penstock.engine.backends.cuda.long_prompts import FP8_HEAD, attends_in_fp8, room_for_gathered
+from penstock.engine.backends.cuda.long_prompts import check_fp8_attention, room_for_gathered
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -85,17 +85,11 @@ class CudaBackend(TorchCudaBackend):
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan
 
-    def attend_in_fp8(self, model: ModelConfig, kv_dtype: torch.dtype) -> None:
+    def attend_in_fp8(self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         assert isinstance(self.ops, TritonOps)
         if self.ops.hopper_prefill is None:
-            super().attend_in_fp8(model, kv_dtype)
-        if kv_dtype != torch.float8_e4m3fn:
-            raise ConfigError("fp8_attention: true multiplies keys and values as they are kept: set kv_dtype: fp8 too")
-        if not attends_in_fp8(model):
-            raise ConfigError(
-                f"fp8_attention: true is for attention with heads of {FP8_HEAD}, without latents, choices of blocks, "
-                "soft caps or sinks, which no layer of this model has: remove it"
-            )
+            super().attend_in_fp8(model, dtype, kv_dtype)
+        check_fp8_attention(model, dtype, kv_dtype)
         self.ops.fp8_attention = True
 
     def _plan(self, form: WeightForm, config: EngineConfig, dtype: torch.dtype) -> WeightPlan:

@@ -20,6 +20,7 @@ from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
+from penstock.errors import ConfigError
 
 LONG_CHUNK = 512
 """Prompt tokens of a step from which keys are gathered; the portable kernel attends in smaller ones."""
@@ -47,6 +48,19 @@ def room_for_gathered(decoder: Decoder, kv: KVCache) -> int:
     """What is left free for them; captured steps have room of their own."""
     captured = max((_bytes_of(mixer, cache, CAPTURED_CONTEXT) for mixer, cache in _quantized(decoder, kv)), default=0)
     return gathered_bytes(decoder, kv) + captured
+
+
+def check_fp8_attention(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Refuse `fp8_attention` where no layer of a model would attend in FP8."""
+    if kv_dtype != torch.float8_e4m3fn:
+        raise ConfigError("fp8_attention: true multiplies keys and values as they are kept: set kv_dtype: fp8 too")
+    if dtype.itemsize != 2:
+        raise ConfigError("fp8_attention: true is for models in bfloat16 or float16: set dtype, or remove it")
+    if not attends_in_fp8(model):
+        raise ConfigError(
+            f"fp8_attention: true is for attention with heads of {FP8_HEAD}, without latents, choices of blocks, "
+            "soft caps or sinks, which no layer of this model has: remove it"
+        )
 
 
 def attends_in_fp8(model: ModelConfig) -> bool:
