@@ -1,0 +1,21 @@
+"""Embeddings that are normalized: a row is the same wherever its token stands, so that all are when they are read."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_AT_ONCE: Final = 1 << 24
+"""Numbers that are widened together."""
+
+
+def normed_rows(rows: Tensor, eps: float) -> Tensor:
+    """Rows as tokens have them, normalized without weights; a new tensor."""
+    made = torch.empty_like(rows)
+    step = max(1, _AT_ONCE // rows.shape[1])
+    for begin in range(0, len(rows), step):
+        wide = rows[begin : begin + step].float()
+        made[begin : begin + step] = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return made
