@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.experts import AdaptedExperts
 from penstock.engine.adapters.layout import AdapterCut
 from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import OverRanks
@@ -225,13 +226,16 @@ def _norm_over(group: Group, shards: int) -> OverRanks:
     return mean
 
 
-def _visits_over(experts: NarrowExperts, group: Group) -> NarrowExperts:
+def _visits_over(experts: Any, group: Group) -> Any:
     """Experts whose outputs are normalized, where ranks have parts of all of them: what each gives is summed first."""
-    routed: Any = experts.routed
-    if routed.visit_norm is None or routed.slots is not None:
+    if isinstance(experts, NarrowExperts):
+        return dataclasses.replace(experts, routed=_visits_over(experts.routed, group))
+    if isinstance(experts, AdaptedExperts):
+        return dataclasses.replace(experts, base=_visits_over(experts.base, group))
+    if experts.visit_norm is None or experts.slots is not None:
         return experts
-    norm = dataclasses.replace(routed.visit_norm, over_ranks=group.sum, share=(group.rank, group.size))
-    return dataclasses.replace(experts, routed=dataclasses.replace(routed, visit_norm=norm))
+    norm = dataclasses.replace(experts.visit_norm, over_ranks=group.sum, share=(group.rank, group.size))
+    return dataclasses.replace(experts, visit_norm=norm)
 
 
 def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderLayer:

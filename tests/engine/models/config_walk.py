@@ -319,6 +319,7 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),
     "sliding_window_pattern": (None, 0, 1, 3, 6),
     "max_window_layers": (0, 1, 3, 9, -1, None),
+    "layer_rope_theta": ([0, 5000.0] * 2, [5000] * 4, [0] * 4, [0, 700.0] * 2, [0] * 3, [None] * 4, "x", 3),
     "swiglu_limits": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
     "swiglu_limits_shared": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
     "partial_rotary_factors": (None, [], [0.75] * 4, [0.5] * 3, [0.5, 1.0, 0.75, 1.0], [0.0] * 4, 0.5),
