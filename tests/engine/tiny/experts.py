@@ -89,7 +89,7 @@ COHERE_MOE: dict[str, Any] = {
 }  # fmt: skip
 
 MUSE_EXPERTS: dict[str, Any] = {
-    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "moe_hidden_size": 48,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "moe_hidden_size": 32,
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
