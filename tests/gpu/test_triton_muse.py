@@ -25,11 +25,11 @@ from penstock.engine.models.build import build_decoder  # noqa: E402
 from penstock.engine.models.decoder import Decoder  # noqa: E402
 from penstock.engine.models.families import read_config  # noqa: E402
 
-BLOCK, PROMPT, MORE = (16, 9, 1) if QUICK else (16, 19, 2)
+BLOCK, PROMPT, MORE = (16, 5, 1) if QUICK else (16, 19, 2)
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2 if QUICK else 5, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 67, "max_position_embeddings": 128, "sliding_window": 4,
-    "output_multiplier": 0.7, "post_norm_eps": 1e-2,
+    "hidden_size": 32 if QUICK else 64, "intermediate_size": 32, "num_hidden_layers": 2 if QUICK else 5,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 67,
+    "max_position_embeddings": 128, "sliding_window": 3, "output_multiplier": 0.7, "post_norm_eps": 1e-2,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "muse_glimmer_text": {},

@@ -65,13 +65,13 @@ class MuseDecoder(Decoder):
 
 def compose_layer(context: LayerContext) -> DecoderLayer:
     read, config, prefix = context.read, context.config, context.prefix
-    made = llama.compose_layer(context)
-    if config.residual_temperature is None:
+    made, temperature = llama.compose_layer(context), config.residual_temperature
+    if temperature is None:
         return made
 
     def gate(name: str) -> tuple[Tensor, Tensor]:
         """What the stream is multiplied by, and what is added to it."""
-        weights = read.get(f"{prefix}{name}", config.hidden_size, dtype=torch.float32) / config.residual_temperature
+        weights = read.get(f"{prefix}{name}", config.hidden_size, dtype=torch.float32) / temperature
         added = torch.sigmoid(weights)
         return torch.sqrt(torch.clamp(torch.sigmoid(-weights) * (1.0 + added), min=_LEAST)), added
 

@@ -89,8 +89,8 @@ COHERE_MOE: dict[str, Any] = {
 }  # fmt: skip
 
 MUSE_EXPERTS: dict[str, Any] = {
-    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "moe_hidden_size": 32,
-    "routed_scaling_factor": 1.7,
+    "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
+    "moe_hidden_size": 32, "routed_scaling_factor": 1.7, "qk_scale_factor": 0.8,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
@@ -205,7 +205,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **MUSE,
             **MUSE_EXPERTS,
-            "num_hidden_layers": 4,
             "layer_types": [FULL, SLIDING, SLIDING, FULL],
             "layer_rope_theta": [10000.0, 10000.0, 0, 0],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
