@@ -12,10 +12,11 @@ _AT_ONCE: Final = 1 << 24
 
 
 def normed_rows(rows: Tensor, eps: float) -> Tensor:
-    """Rows as tokens have them, normalized without weights; a new tensor."""
+    """Rows as tokens have them, normalized without weights; a new tensor. Computed on the host, so that rows of an
+    adapter's file can be compared with those of a model on any device, bit by bit."""
     made = torch.empty_like(rows)
     step = max(1, _AT_ONCE // rows.shape[1])
-    for begin in range(0, len(rows), step):
-        wide = rows[begin : begin + step].float()
+    for begin in range(0, 0 if rows.is_meta else len(rows), step):
+        wide = rows[begin : begin + step].cpu().float()
         made[begin : begin + step] = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return made
