@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.engine.adapters.ends import bare_head
 from penstock.engine.adapters.layout import EMBEDDING, AdapterLayout
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.embedding import normed_rows
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.normed_rows import normed_rows
 
 _AT_ONCE = 1 << 22
 """Numbers that are widened at the same time."""

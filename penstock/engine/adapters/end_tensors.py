@@ -19,7 +19,7 @@ from penstock.engine.adapters.layout import AdapterCut, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows, ReplacedRows
 from penstock.engine.adapters.spec import CONFIG
-from penstock.engine.models.embedding import normed_rows
+from penstock.engine.models.normed_rows import normed_rows
 from penstock.errors import CheckpointError
 
 VIRTUAL = "virtual_tokens"

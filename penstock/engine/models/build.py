@@ -11,7 +11,6 @@ import torch
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.embedding import normed_rows
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import HEADS, prefix_of
 from penstock.engine.models.layers.factory import LayerFactory
@@ -21,6 +20,7 @@ from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.normed_rows import normed_rows
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
