@@ -57,6 +57,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             router_bias=model.moe.router_bias or model.moe.correction_bias,
             gate=has_gate(model.activation),
             latent=model.moe.latent,
+            normed=bool(family_of(model.family).names.expert_norms[0]),
             apart=model.moe.expert_gains,
             hashed=model.moe.hashed,
         )
@@ -104,6 +105,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         one_norm=model.one_norm,
         expert_norm=bool(names.feed_forward_out_norm) and not names.mixer_out_norm,
         rope_factors=latent.rotary // 2 if latent is not None and model.learned_frequencies else 0,
+        gated_residual=model.residual_temperature is not None,
         norm_parts=(1 if names.final_norm else 0) + model.norm_bias,
         head_bias=model.head_bias,
         sinks=model.attention_sinks,

@@ -323,7 +323,7 @@ def adapter_row_bytes(deployment: Deployment, stage: int = 0) -> int:
 
 def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of what adapters do to single outputs and norms, on each device of a stage: where some adapter has such, a
-    GPU has a scale and a shift for every output in every slot, and gains for two norms of every layer
+    GPU has a scale and a shift for every output in every slot, and gains for the norms of every layer
     (`engine.backends.cuda.slot_tables`)."""
     if deployment.device.kind != "gpu" or not deployment.adapter_vectors:
         return 0
@@ -331,7 +331,7 @@ def adapter_vector_bytes(deployment: Deployment, stage: int = 0) -> int:
     first, last = _span(deployment, stage)
     columns = sum(_adapted_attention(deployment, index)[1] for index in range(first, last))
     columns += sum(_altered_rest(deployment, index) for index in range(first, last))
-    gains = (2 * (last - first) + 1) * shape.hidden
+    gains = ((4 if shape.sandwich_norms else 2) * (last - first) + 1) * shape.hidden
     if shape.kept_layers:  # whose norms have no gains
         columns, gains = columns * shape.kept_layers // shape.layers, 0
     if not first:  # embedding and head
@@ -399,7 +399,7 @@ def _altered_rest(deployment: Deployment, layer: int) -> int:
             total += (values - delta.v_heads) // tensor + 2 * delta.k_dim
     if moe is None or not moe.layers[layer]:
         return total + 2 * (shape.ffn // tensor) + shape.hidden
-    total += moe.experts + (1 if moe.shared_gate else 0)
+    total += moe.experts + (1 if moe.shared_gate else 0) + (moe.latent + shape.hidden if moe.latent else 0)
     return total + (2 * (moe.shared_ffn // tensor) + shape.hidden if moe.shared_ffn else 0)
 
 
@@ -419,7 +419,7 @@ def _adapted_rest(deployment: Deployment, layer: int) -> int:
         total += values // tensor + hidden
     if moe is None or not moe.layers[layer]:
         return total + gated(shape.ffn)
-    total += hidden + moe.experts
+    total += hidden + moe.experts + (2 * (hidden + moe.latent) if moe.latent else 0)
     total += gated(moe.shared_ffn) if moe.shared_ffn else 0
     return total + (hidden + 1 if moe.shared_gate else 0)
 

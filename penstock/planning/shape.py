@@ -41,6 +41,8 @@ class Moe:
     """Whether experts have a gate, the shared one too."""
     latent: int = 0
     """Numbers of a token that experts read, between two matrices; 0: all of them."""
+    normed: bool = False
+    """Whether there is a norm behind the first of these matrices, and one behind every expert."""
     apart: bool = False
     """Whether they and the shared expert have norms of their own, and each a factor."""
     hashed: tuple[bool, ...] = ()
@@ -153,6 +155,8 @@ class ModelShape:
     whole_qk_norm: bool = False
     """A norm over all heads of queries, and one over all of keys."""
     sandwich_norms: bool = False
+    gated_residual: bool = False
+    """Whether a layer has two gates of the residual stream, and a norm behind its feed-forward alone."""
     one_norm: bool = False
     """Of a layer whose attention and feed-forward read the same."""
     expert_norm: bool = False
@@ -276,6 +280,7 @@ class ModelShape:
         `key_value`, `latent`, and `small` with all norms of the layer."""
         hidden, key_value = self.hidden, 0
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or kind.only else 2
+        norms += 3 if self.gated_residual else 0
         small = hidden * norms * self.norm_parts + (kind.queries if kind.sinks else 0) + self.layer_factors
         if self.apart_streams:
             n = self.apart_streams
@@ -317,6 +322,7 @@ class ModelShape:
         hidden, ups = self.hidden, 2 if moe.gate else 1
         small = 4 * hidden + moe.experts if moe.apart else 0  # three more norms, the router's, factors of experts
         small += hidden if self.expert_norm else 0
+        small += 2 * moe.latent if moe.normed else 0
         small += moe.experts * (ups * moe.ffn + hidden) if moe.bias else 0
         small += ups * moe.shared_ffn + hidden if self.mlp_bias and moe.shared_ffn else 0
         small += moe.experts if moe.router_bias and not hashed else 0

@@ -19,7 +19,7 @@ FAMILIES = (
     "deepseek-v2-lite", "deepseek-v3", "qwen3-next", "qwen3.5", "granite4-hybrid", "falcon-h1", "nemotron-h", "mamba2",
 )  # fmt: skip
 EXPERTS = {"llama4", "gpt-oss", "qwen3-moe", "deepseek-v2-lite", "deepseek-v3", "qwen3-next", "granite4-hybrid",
-           "mimo-v2-flash", "laguna", "minimax-m3", "step3.5", "mistral-large4"}  # fmt: skip
+           "mimo-v2-flash", "laguna", "minimax-m3", "step3.5", "mistral-large4", "muse-spark"}  # fmt: skip
 RECURRENT = {"qwen3-next", "qwen3.5", "granite4-hybrid", "falcon-h1", "nemotron-h", "mamba2", "kimi-linear"}
 WITH_MTP = {"deepseek-v3", "qwen3-next", "qwen3.5"}
 ADAPTERS = ("adapter-0", "adapter-1", "adapter-2")

@@ -69,6 +69,10 @@ _GRANITE = {
     "downsample_rate": "1/2",
 }
 
+_MUSE = {"out_hidden_size": 128, "projector_hidden_size": 32}
+_MUSE_AUDIO = {"hidden_sizes": (8, 8, 8, 16), "patch_sizes": (2, 2, 2, 2), "depths": (1, 1, 1, 1),
+               "out_hidden_size": 64}  # fmt: skip
+
 
 def _text(family: str) -> dict[str, Any]:
     """The decoder of a family's tiny checkpoint."""
@@ -146,6 +150,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "step3p7": ("step3p7", _text("step3.5"), {"vision_config": {**VISION, "mlp_ratio": 1.0}}),
     "minimax_m3_vl": ("minimax_m3_vl", _text("minimax-m3"), {}),
     "mistral_large4": ("mistral_large4", _text("mistral-large4"), {"vision_config": _PIXTRAL}),
+    "muse_glimmer": ("muse_glimmer", _text("muse-glimmer"), _MUSE),
+    "muse_spark": ("muse_spark", _text("muse-spark"), {**_MUSE, "audio_config": _MUSE_AUDIO}),
     "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.engine.adapters.model_sites import layout_of
+from penstock.engine.adapters.norms import norms_in_layer
 from penstock.engine.adapters.rows import RowBank
 from penstock.engine.backends.cuda import graph_memory, prompt_graphs
 from penstock.engine.backends.cuda.memory import CudaMemory
@@ -42,7 +43,7 @@ from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
-from tests.planning.test_model_shape import INDEX, LAGUNA, LARGE4_SHARED, MINIMAX_M3, STEP, of
+from tests.planning.test_model_shape import INDEX, LAGUNA, LARGE4_SHARED, MINIMAX_M3, MUSE_SPARK, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -158,6 +159,8 @@ NEWEST = [
     {**of("mistral_large4_text", **SPARSE), **LARGE4_SHARED},
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
+    of("muse_glimmer_text"),
+    of("muse_spark_text", **MUSE_SPARK),
     {**of("minimax_m3_vl_text"), **MINIMAX_M3},
     of("step3p5", **STEP),
     of("laguna", **LAGUNA, gating="per-element", num_attention_heads_per_layer=[4, 2, 6]),
@@ -174,7 +177,8 @@ def test_adapters_of_newer_families_have_the_bytes_of_the_engines(config: dict[s
     local = local_config(read_config(config), Place(0, tensor, 1))
     layout = layout_of(local, experts=False, head_rows=-(-local.vocab_size // tensor))
     assert adapter_bytes(deployment) == 3 * 8 * layout.unit * 2
-    gains = 0 if local.cycles is not None else (2 * local.num_layers + 1) * local.hidden_size
+    norms = len({*norms_in_layer(local).values()}) * local.num_layers + 1
+    gains = 0 if local.cycles is not None else norms * local.hidden_size
     assert adapter_vector_bytes(deployment) == 3 * 4 * (2 * layout.columns + gains)
 
 
@@ -215,6 +219,7 @@ def test_shares_are_the_engines() -> None:
         "deepseek-v4",
         "laguna",
         "mistral-large4",
+        "muse-spark",
     ],
 )
 def test_rows_of_the_largest_captured_step_are_those_of_the_engine(family: str, tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ LAGUNA = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
 }  # fmt: skip
+MUSE_SPARK = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_hidden_size": 40,
+    "sliding_window": 20,
+}  # fmt: skip
 MINIMAX_M3 = {
     "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "dense_intermediate_size": 96,
     "shared_intermediate_size": 40, "index_n_heads": 2, "index_head_dim": 20, "index_block_size": 16,
@@ -91,7 +95,7 @@ KIMI_LINEAR = {
 LFM2_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
 NAMED = (
     "lfm2_moe", "kimi_linear", "mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", "dots1",
-    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", "laguna",
+    "deepseek_v4", "qwen4_exp_text", "mimo_v2_flash", "laguna", "muse_spark_text",
     "minimax_m3_vl_text", *OVER_LATENTS,
 )  # fmt: skip
 """Families that are not counted in their default form alone."""
@@ -142,6 +146,9 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         ),
         of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
         of("laguna", **LAGUNA, gating="per-element", attention_bias=True, mlp_layer_types=["sparse"] * 3),
+        of("muse_glimmer_text", attention_bias=True, tie_word_embeddings=True),
+        of("muse_spark_text", **MUSE_SPARK),
+        of("muse_spark_text", **MUSE_SPARK, attention_bias=True, mlp_layer_types=["dense", "sparse", "dense"]),
         {**of("minimax_m3_vl_text"), **MINIMAX_M3},
         {**of("minimax_m3_vl_text"), **MINIMAX_M3, "mlp_layer_types": ["sparse"] * 3, "index_n_heads": 1},
         of("step3p5", **STEP),

@@ -42,6 +42,7 @@ from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
 from penstock.engine.models.layers.short_conv import ShortConv
 from penstock.engine.models.layers.side_by_side import SideBySide
+from penstock.engine.models.muse import GatedResidualLayer
 
 
 @runtime_checkable
@@ -112,7 +113,10 @@ def adapt(
     sum is made once."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
-    plain = all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers)
+    plain = all(
+        isinstance(layer.feed_forward, GatedMlp) and not isinstance(layer, GatedResidualLayer)
+        for layer in decoder.layers
+    )
     if isinstance(kernel, FusedLora) and plain and all(isinstance(layer.mixer, Attention) for layer in decoder.layers):
         made = FusedAdaptedLinear
         linears = [linear for layer in decoder.layers for linear in layer.linears]

@@ -16,6 +16,7 @@ from penstock.engine.adapters.ends import bare_head
 from penstock.engine.adapters.layout import EMBEDDING, AdapterLayout
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.normed_rows import normed_rows
 
 _AT_ONCE = 1 << 22
 """Numbers that are widened at the same time."""
@@ -32,6 +33,7 @@ class BaseWeights:
         values that it was trained with."""
         self._embedding = decoder.embedding if lazy and layout.ends else None
         self._factor = next((site.factor for site in layout.sites if site.attribute == EMBEDDING), 1.0)
+        self._norm_eps = next((site.norm_eps for site in layout.sites if site.attribute == EMBEDDING), None)
         self._digests = None if lazy or not layout.ends else row_digests(decoder.embedding)
         self._as_stored = as_stored
         vocabulary = {site.inputs if site.attribute == EMBEDDING else site.outputs for site in layout.sites if site.end}
@@ -49,14 +51,14 @@ class BaseWeights:
 
     def changed(self, attribute: str, rows: Tensor, *, trained: bool) -> Tensor:
         if attribute == EMBEDDING:
-            return self._of_embedding(rows, trained, self._factor)
+            return self._of_embedding(rows, trained, self._factor, self._norm_eps)
         if not trained:
             return self._of_head(rows)
-        if self._tied and self._factor == 1.0:
-            return self._of_embedding(rows, trained, 1.0)
+        if self._tied and self._factor == 1.0 and self._norm_eps is None:
+            return self._of_embedding(rows, trained, 1.0, None)
         return torch.arange(len(rows))  # nearly all change in training
 
-    def _of_embedding(self, rows: Tensor, trained: bool, factor: float) -> Tensor:
+    def _of_embedding(self, rows: Tensor, trained: bool, factor: float, norm_eps: float | None) -> Tensor:
         known = self._embedding if self._embedding is not None else self._digests
         if not self._as_stored or known is None:
             return torch.arange(len(rows) if trained else 0)
@@ -65,6 +67,7 @@ class BaseWeights:
         for begin in range(0, len(rows), step):
             kept = rows[begin : begin + step].to(self._dtype)
             kept = kept if factor == 1.0 else kept * factor
+            kept = kept if norm_eps is None else normed_rows(kept, norm_eps)
             own = known[begin : begin + len(kept)]
             differs = (kept != own).any(1) if self._embedding is not None else row_digests(kept) != own
             found.append(differs.nonzero().flatten() + begin)

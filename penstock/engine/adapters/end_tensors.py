@@ -19,6 +19,7 @@ from penstock.engine.adapters.layout import AdapterCut, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.rows import EndRows, ReplacedRows
 from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.models.normed_rows import normed_rows
 from penstock.errors import CheckpointError
 
 VIRTUAL = "virtual_tokens"
@@ -111,6 +112,13 @@ class EndTensors:
                 named, trained_rows = named[here], trained_rows[here]
                 kept = ~torch.isin(ids, named)
                 ids, values = torch.cat((ids[kept], named)), torch.cat((values[kept], trained_rows.to(values.dtype)))
+            if first and site.norm_eps is not None:
+                if len(named):
+                    raise CheckpointError(
+                        f"{CONFIG}: trainable_token_indices is not supported for this family: with it PEFT leaves out "
+                        "the norm of the embedding; save the whole embedding"
+                    )
+                values = normed_rows(values.to(self.dtype), site.norm_eps)
             if module in further:
                 behind = ids >= vocabulary
                 values[behind] = values[behind].float() + further[module][ids[behind] - vocabulary]

@@ -166,7 +166,8 @@ def adapt_experts(
             sigmoid=feed_forward.sigmoid,
         )
     if isinstance(feed_forward, NarrowExperts):
-        return NarrowExperts(
+        return dataclasses.replace(
+            feed_forward,
             routed=adapt_experts(feed_forward.routed, kernel, placed, ops),
             into=linear(feed_forward.into, LATENT_IN),
             out=linear(feed_forward.out, LATENT_OUT),

@@ -93,6 +93,8 @@ class Site:
     """Of what stands before or behind all layers: one of the two. See `adapters.ends`."""
     factor: float = 1.0
     """What the model's own matrix was multiplied by when it was loaded."""
+    norm_eps: float | None = None
+    """Of the embedding: epsilon of the norm that its rows got when they were loaded; None: they got none."""
     virtual_factor: float | None = 1.0
     """Of the embedding: what rows are multiplied by that stand for no token; None: there can be none."""
     closed: bool = False

@@ -89,6 +89,7 @@ def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
             further=True,
             end="embedding",
             factor=factor,
+            norm_eps=config.rms_eps if config.normed_embedding else None,
             virtual_factor=None if config.other_tables else config.virtual_scale,
             closed=config.other_tables,
         ),

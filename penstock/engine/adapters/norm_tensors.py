@@ -37,6 +37,8 @@ class NormNames:
     hidden: int
     offset: float
     """What is added to stored gains."""
+    final_offset: float
+    """The same of the one behind the last layer."""
     layers: Span
     """Those of this process."""
 
@@ -92,7 +94,7 @@ class NormTensors:
             size = self.names.of_heads[norm[1]] if of_heads else self.names.hidden
             if tuple(value.shape) != (size,):
                 raise CheckpointError(f"{self.file}: {key!r} is {tuple(value.shape)}, not ({size},)")
-            gains = value.float() + self.names.offset
+            gains = value.float() + (self.names.final_offset if norm[0] is None else self.names.offset)
             if not bool(gains.isfinite().all()):
                 raise CheckpointError(f"{self.file}: {key!r} holds values that are not finite")
             hashed(f"norm {path}", value)

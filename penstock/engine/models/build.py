@@ -20,6 +20,7 @@ from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.normed_rows import normed_rows
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
@@ -84,6 +85,8 @@ def compose_decoder(
     )
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
+    if config.normed_embedding and has_ends:
+        embedding = normed_rows(embedding, config.rms_eps)
     kinds = [(rope, config.rotary_dim(index)) for index, rope in enumerate(config.ropes)]
     tables = {}
     for rope, dim in dict.fromkeys(kinds):
@@ -93,7 +96,11 @@ def compose_decoder(
         tables[rope, dim] = cos_sin_table(rope, dim, max_positions, backend.device, factors)
     head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
     head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
-    final_norm, final_norm_bias = read.layer_norm(prefix, family.names.final_norm, hidden, config.norm_bias)
+    if config.final_norm_offset == config.norm_offset:
+        final_norm, final_norm_bias = read.layer_norm(prefix, family.names.final_norm, hidden, config.norm_bias)
+    else:
+        final_norm, final_norm_bias = read.unshifted(f"{prefix}{family.names.final_norm}", hidden), None
+        final_norm = final_norm + config.final_norm_offset
     further = {} if architecture.further is None else architecture.further(read, config, prefix)
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:

@@ -44,10 +44,12 @@ from penstock.engine.models.layers.experts import (
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.gated_attention import OutputGatedAttention
+from penstock.engine.models.layers.linear import Linear, WideLinear
 from penstock.engine.models.layers.narrow_values import NarrowValueAttention
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.layers.sparse_block_attention import SparseBlockAttention, TokenIndexer
 from penstock.engine.models.layers.stage_attention import GivenAttention, LeavingAttention, StepKeys
+from penstock.engine.models.layers.visit_norm import VisitNorm
 from penstock.engine.models.moe_config import MoeConfig
 from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
@@ -147,7 +149,7 @@ def compose_attention(context: LayerContext) -> Attention:
     q_size, kv_size, v_size = heads * dim, kv_heads * dim, config.values_in(context.index)
     q_gains, k_gains = ((heads, dim), (kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
-    plain_norms = config.rotated_qk_norm or (config.unweighted_qk_norm and not unrotated)
+    plain_norms = config.rotated_qk_norm or config.plain_qk_norm or (config.unweighted_qk_norm and not unrotated)
     ones = read.ones(dim) if plain_norms else None
     growth = config.query_growth
     if growth is not None and not growth.everywhere and not unrotated:
@@ -163,7 +165,10 @@ def compose_attention(context: LayerContext) -> Attention:
         gate = (read.dense() if config.gates_by_head else read).linear(
             prefix, {names.output_gate: config.gates_in(context.index)}, hidden
         )
-        make = partial(OutputGatedAttention, output_gate=gate, softplus=config.softplus_gates)
+        output_gains = read.ones(dim) if config.normed_outputs else None
+        make = partial(
+            OutputGatedAttention, output_gate=gate, softplus=config.softplus_gates, output_gains=output_gains
+        )
     elif config.sparse_blocks is not None and config.sparse_blocks.layers[context.index]:
         make = partial(SparseBlockAttention, indexer=_compose_indexer(context, config.sparse_blocks))
     elif given is not None:
@@ -292,7 +297,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
     block, ffn = context.prefix + names.moe, moe.ffn_size
     corrected, hashed = f"{block}{names.correction_bias}", bool(moe.hashed) and moe.hashed[context.index]
     router = Router(
-        linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
+        linear=_scores(context, moe),
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
@@ -305,6 +310,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
         total_eps=moe.total_eps,
         weight_inputs=moe.weight_inputs,
         logit_softcap=moe.logit_softcap,
+        logit_scale=moe.logit_scale,
         sigmoid=backend.ops.sigmoid,
         gains=read.row(f"{block}{names.expert_gains}", moe.experts, torch.float32) if moe.expert_gains else None,
         sqrt_softplus=backend.ops.sqrt_softplus,
@@ -314,6 +320,12 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
     table = moe.placement[context.index] if moe.placement else None
     fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
 
+    latent_norm, behind = names.expert_norms
+    visit_norm = None
+    if behind:
+        eps = config.rms_eps if config.out_norm_eps is None else config.out_norm_eps
+        scale = read.norm(f"{block}{behind}", moe.latent or hidden)
+        visit_norm = VisitNorm(backend.ops, scale.float(), read.ones(moe.latent or hidden), eps)
     bound: Activation | None = ClampedSilu(moe.clamp) if moe.clamp else None
     if moe.bounds and moe.bounds[context.index]:
         bound = BoundedSilu(moe.bounds[context.index])
@@ -328,7 +340,7 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]
         slots = None if table is None else ExpertSlots(table, moe.shard, moe.experts, backend.device)
-        return ExpertMlp(backend.ops, router, parts, source, slots)
+        return ExpertMlp(backend.ops, router, parts, source, slots, visit_norm)
 
     routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
     if moe.latent:
@@ -337,8 +349,20 @@ def compose_routed(context: LayerContext, tokens: StepTokens | None = None) -> F
             routed,
             into=read.linear(block, {into: moe.latent}, hidden, config.mlp_bias),
             out=read.linear(block, {out: hidden}, moe.latent, config.mlp_bias),
+            norm=read.norm(f"{block}{latent_norm}", moe.latent) if latent_norm else None,
+            eps=config.rms_eps,
         )
     return routed
+
+
+def _scores(context: LayerContext, moe: MoeConfig) -> Linear:
+    """The matrix of a router."""
+    read, block, name = context.read.dense(), f"{context.prefix}{context.names.moe}", context.names.router
+    if not moe.wide_router:
+        return read.linear(block, {name: moe.experts}, context.config.hidden_size, moe.router_bias)
+    weight = read.get(f"{block}{name}.weight", moe.experts, context.config.hidden_size, dtype=torch.float32)
+    ops = read.backend.ops
+    return WideLinear(weight, lambda: ops.batch_invariant)
 
 
 def _xielu(read: WeightReader, at: str, usual: Xielu) -> Xielu:

@@ -179,6 +179,8 @@ class ModelConfig:
     """Whether each head of queries and keys is normalized."""
     unweighted_qk_norm: bool = False
     """Whether that is so in layers with rotary embedding, and without weights."""
+    plain_qk_norm: bool = False
+    """Whether each head of queries and keys is normalized in all layers, without weights."""
     rotated_qk_norm: bool = False
     """Whether each head of queries and keys is normalized behind the rotation, not before it."""
     qk_layer_norm: bool = False
@@ -206,13 +208,24 @@ class ModelConfig:
     """Whether that is one number for all of a head's output."""
     softplus_gates: bool = False
     """Whether outputs are multiplied by the softplus of such gates, not by their sigmoid."""
+    normed_outputs: bool = False
+    """Whether what each head gives is normalized before its gate, without weights."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     out_norm_scale: float = 1.0
     """Factor of what these give."""
+    out_norm_eps: float | None = None
+    """Epsilon of these norms, and of those behind experts; None: that of the others."""
+    residual_temperature: float | None = None
+    """Of the gates that weigh the residual stream and what is added to it; None: there are none. See `models.muse`."""
     norm_offset: float = 0.0
     """Added to norm weights when they are read."""
+    final_norm_offset: float = 0.0
+    """The same of the norm behind the last layer."""
     embedding_scale: float = 1.0
+    normed_embedding: bool = False
+    """Whether the embedding of a token is normalized, without weights. A head that is the embedding has its rows as
+    they are stored."""
     virtual_scale: float | None = 1.0
     """What inputs are multiplied by that are no rows of the embedding: some families scale whatever comes in. None:
     tokens are not scaled either where such inputs are given, so that they cannot stand beside tokens."""

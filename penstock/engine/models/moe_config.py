@@ -58,6 +58,10 @@ class MoeConfig:
     """Whether weights multiply what the experts read, not what they give."""
     logit_softcap: float = 0.0
     """The router's logits l become cap * tanh(l / cap) before they are scores; 0: they stay as they are."""
+    logit_scale: float = 1.0
+    """Factor of the router's logits."""
+    wide_router: bool = False
+    """Whether they are computed in float32 from weights that are stored so."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
     shared_scale: float = 1.0

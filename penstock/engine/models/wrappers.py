@@ -118,6 +118,8 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="gemma4_unified", decoder="gemma4_unified_text", fixed=True, own_head=False),
         Wrapper(model_type="step3p7", decoder="step3p5", fixed=True),
         Wrapper(model_type="mistral_large4", decoder="mistral_large4_text", fixed=True, own_head=False),
+        Wrapper(model_type="muse_glimmer", decoder="muse_glimmer_text", fixed=True, own_head=False),
+        Wrapper(model_type="muse_spark", decoder="muse_spark_text", fixed=True, own_head=False),
         # Around one that runs through transformers
         Wrapper(model_type="gemma3n", decoder="gemma3n_text", fixed=True, own_head=False),
         Wrapper(
@@ -170,7 +172,7 @@ SENSES = frozenset({
     "projector", "aligner", "resampler_model", "layerwise_projectors", "spatial_projectors",
     "visual_embeddings_table", "vqmodel", "generation_aligner", "generation_embeddings", "generation_head",
     "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj", "talker", "token2wav", "code2wav",
-    "mlp1", "mlp_AR", "vit", "vit_large_projector",
+    "mlp1", "mlp_AR", "vit", "vision_adapter", "vit_large_projector",
 })  # fmt: skip
 """Modules that see, hear, draw or speak: nothing in them changes what is computed of text."""
 

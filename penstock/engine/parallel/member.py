@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.experts import AdaptedExperts
 from penstock.engine.adapters.layout import AdapterCut
 from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import OverRanks
@@ -31,6 +32,7 @@ from penstock.engine.models.layers.mamba import Mamba2
 from penstock.engine.models.layers.short_conv import ShortConv
 from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.muse import GatedResidualLayer
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.cuts import head_rows
@@ -224,11 +226,28 @@ def _norm_over(group: Group, shards: int) -> OverRanks:
     return mean
 
 
+def _visits_over(experts: Any, group: Group) -> Any:
+    """Experts whose outputs are normalized, where ranks have parts of all of them: what each gives is summed first."""
+    if isinstance(experts, NarrowExperts):
+        return dataclasses.replace(experts, routed=_visits_over(experts.routed, group))
+    if isinstance(experts, AdaptedExperts):
+        return dataclasses.replace(experts, base=_visits_over(experts.base, group))
+    if experts.visit_norm is None or experts.slots is not None:
+        return experts
+    norm = dataclasses.replace(experts.visit_norm, over_ranks=group.sum, share=(group.rank, group.size))
+    return dataclasses.replace(experts, visit_norm=norm)
+
+
 def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderLayer:
     """`norm_shards`: see `MambaConfig`."""
     feed_forward: FeedForward = SummedFeedForward(layer.feed_forward, group)
     if isinstance(layer.feed_forward, NoFeedForward):
         feed_forward = layer.feed_forward
+    if isinstance(layer.feed_forward, NarrowExperts):
+        feed_forward = SummedFeedForward(_visits_over(layer.feed_forward, group), group)
+    if isinstance(layer, GatedResidualLayer):  # what the feed-forward gives is multiplied before a norm reads it
+        assert isinstance(feed_forward, SummedFeedForward)
+        feed_forward.at_once = True
     if isinstance(layer.feed_forward, ApartExperts):  # norms stand between its parts and the sum
         feed_forward = dataclasses.replace(layer.feed_forward, over_ranks=group.sum)
     if isinstance(layer.mixer, NoMixer):

@@ -19,6 +19,7 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig, SpeculationForm
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.loading.checkpoint import read_json
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.runner.runner import Runner
@@ -30,13 +31,15 @@ from penstock.engine.speculative.mtp import has_mtp
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
 from penstock.engine.startup.part import Part, Phases, load_part, open_weights
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
     from penstock.engine.parallel.member import DraftMember, Member
 
 log = logging.getLogger(__name__)
+
+_OF_BLOCKS = ("muse_glimmer_assistant",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class Draft:
 def spread_draft(config: EngineConfig, checkpoint: object | None = None) -> EngineConfig:
     """The configuration, checked before there are ranks: with the form of speculation in place of `auto`, and with the
     number of shards that have a part of a draft model."""
+    if config.draft_model is not None:
+        _refuse_blocks(Path(config.draft_model))
     if config.speculation == "auto":
         config = replace(config, speculation=_form(config, checkpoint))
         log.info("speculation: auto means %s here", config.speculation)
@@ -99,6 +104,19 @@ def spread_draft(config: EngineConfig, checkpoint: object | None = None) -> Engi
     shards = asked or (1 if model.by_transformers else possible[-1])
     log.info("the draft model runs on %d of %d shards of the first stage", shards, most)
     return replace(config, draft_tensor_parallel=shards)
+
+
+def _refuse_blocks(folder: Path) -> None:
+    """A drafter of the library that reads the model's hidden states, but in a way that no form of speculation does."""
+    try:
+        kind = read_json(folder / "config.json").get("model_type")
+    except CheckpointError:
+        return  # a GGUF file, or what is refused when it is read
+    if kind in _OF_BLOCKS:
+        raise ConfigError(
+            f"draft_model: {kind} fills a block of draft tokens in one pass, in which they see each other in both "
+            "directions; drafters here give one token after another. Use speculation: ngram, or a draft model"
+        )
 
 
 def _form(config: EngineConfig, checkpoint: object | None) -> SpeculationForm:

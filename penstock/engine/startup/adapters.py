@@ -191,6 +191,7 @@ def adapt_model(
             head_norms_in_layer(decoder.config),
             hidden,
             offset,
+            decoder.config.final_norm_offset,
             cut.layers,
         )
 

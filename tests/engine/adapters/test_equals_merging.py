@@ -15,6 +15,8 @@ from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
+GATED = ("gate_proj", "up_proj", "down_proj")
+LATENTS = ("pre_expert_proj", "post_expert_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
 TIE = 2e-2
 """Logits of these models spread over tens; adding the product instead of merging it moves them by less than this."""
@@ -60,6 +62,13 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         pytest.param("gemma4", {"rank": 4, "targets": (*QKV, "o_proj"), "size": 0.6}, marks=pytest.mark.slow),
         ("laguna", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.6}),
         pytest.param("laguna-elements", {"rank": 4, "targets": ("q_proj", "g_proj", "o_proj")}, marks=pytest.mark.slow),
+        ("muse-glimmer", {"rank": 4, "targets": (*QKV, "o_proj", *GATED), "size": 0.6}),
+        ("muse-spark", {"rank": 4, "targets": (*QKV, "gate_proj", "o_proj", *LATENTS), "size": 0.6}),
+        pytest.param(
+            "muse-spark-some-dense",
+            {"rank": 4, "targets": (*QKV, "o_proj", *GATED, *LATENTS), "size": 0.6},
+            marks=pytest.mark.slow,
+        ),
         ("minimax-m3", {"rank": 4, "targets": (*QKV, "o_proj", "gate_up_proj", "down_proj"), "size": 0.3}),
         ("step3.5", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
         ("mimo-v2-flash", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
@@ -88,7 +97,19 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize(
     "family",
-    ["mamba2", "nemotron-h", "lfm2", "gemma4", "gemma4-small", "mimo-v2-flash", "laguna", "minimax-m3", "step3.5"],
+    [
+        "mamba2",
+        "nemotron-h",
+        "lfm2",
+        "gemma4",
+        "gemma4-small",
+        "mimo-v2-flash",
+        "laguna",
+        "minimax-m3",
+        "step3.5",
+        "muse-glimmer",
+        "muse-spark",
+    ],
 )
 def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
     """A stage may have none of the layers that some sites are for."""
@@ -103,6 +124,8 @@ def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str
         "laguna": (*QKV, "g_proj", "o_proj", "down_proj"),
         "minimax-m3": (*QKV, "o_proj", "gate_up_proj"),
         "step3.5": (*QKV, "g_proj", "o_proj", "up_proj"),
+        "muse-glimmer": (*QKV, "o_proj", *GATED),
+        "muse-spark": (*QKV, "gate_proj", "o_proj", *LATENTS),
     }[family]
     adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
     specs = (AdapterSpec("tuned", str(adapter)),)

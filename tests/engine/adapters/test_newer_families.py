@@ -1,4 +1,5 @@
-"""Adapters that PEFT saves for A.X K2, Hunyuan 4 and HRM-Text, whose layers run several times for each token."""
+"""Adapters that PEFT saves for A.X K2, Hunyuan 4 and other new families, among them HRM-Text, whose layers run several
+times for each token."""
 
 from __future__ import annotations
 
@@ -25,10 +26,21 @@ from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4")
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark")
+BRIEFLY = FAMILIES[:4]
+"""In the quick suite these alone, where it has several."""
+WITHOUT_EXPERTS = ("hrm-text", "muse-glimmer")
 SOME = [pytest.param(family, marks=() if family == "step3.5" else pytest.mark.slow) for family in FAMILIES]
 """In the quick suite one of them."""
-GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3), "mistral-large4": (2, 2)}
+GRIDS = {
+    "axk2": (2, 2),
+    "hy-v4": (2, 2),
+    "hrm-text": (2, 1),
+    "step3.5": (2, 3),
+    "mistral-large4": (2, 2),
+    "muse-glimmer": (2, 2),
+    "muse-spark": (2, 2),
+}
 EVERY: dict[str, list[str]] = {
     "axk2": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
              "fc1", "fc2", "gate_proj", "up_proj", "down_proj"],
@@ -38,14 +50,19 @@ EVERY: dict[str, list[str]] = {
     "step3.5": ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "gate_proj", "up_proj", "down_proj"],
     "mistral-large4": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
                        "gate_proj", "up_proj", "down_proj"],
+    "muse-glimmer": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "muse-spark": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "pre_expert_proj", "post_expert_proj"],
 }  # fmt: skip
 """Of each, all that PEFT calls a linear."""
 NORMS = {
     "axk2": ["model.norm", "input_layernorm.norm", "0.post_attention_layernorm", "post_attention_layernorm.norm"],
     "hy-v4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
     "mistral-large4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
+    "muse-glimmer": ["model.norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                     "post_feedforward_layernorm"],
+    "muse-spark": ["model.norm", "input_layernorm", "pre_feedforward_layernorm"],
     "step3.5": ["model.norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"],
-}
+}  # fmt: skip
 NOT_OF_LINEARS = ("k_norm.bias", "q_input_norm.bias", "softmax_scaling.bias")
 """Biases that PEFT trains with all others."""
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
@@ -70,11 +87,11 @@ CASES = [
     )
     for family in FAMILIES
     for kind in KINDS
-    if family != "hrm-text" or kind not in ("experts", "norms")
+    if (family != "hrm-text" or kind != "norms") and (family not in WITHOUT_EXPERTS or kind != "experts")
 ]
 
 
-BRIEF = [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+BRIEF = [pytest.param(family, marks=() if family in BRIEFLY else pytest.mark.slow) for family in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=BRIEF)
@@ -87,6 +104,8 @@ def trained(base: Path, folder: Path, family: str, kind: str, seed: int = 7) -> 
     peft = parts.library("peft")
     name, settings = KINDS[kind]
     reference = Reference(base)
+    if kind == "ia3" and "down_proj" not in EVERY[family]:
+        settings = {**settings, "feedforward_modules": ["post_expert_proj"]}
     saved = {"modules_to_save": NORMS[family]} if kind == "norms" else {}
     config = getattr(peft, name)(**{"target_modules": EVERY[family], **settings, **saved})
     theirs = peft.get_peft_model(reference.model, config)
@@ -100,7 +119,9 @@ def trained(base: Path, folder: Path, family: str, kind: str, seed: int = 7) -> 
             else:
                 parameter.normal_(0, 0.15)
     theirs.save_pretrained(folder)
-    reference.model = theirs.merge_and_unload().eval()
+    # A norm of the embedding stands before what PEFT adds, and behind what it merges.
+    apart = kind == "ends" and family.startswith("muse")
+    reference.model = theirs.eval() if apart else theirs.merge_and_unload().eval()
     return reference
 
 
@@ -127,7 +148,7 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, kind: str) ->
 def test_in_company_and_deterministic(tmp_path: Path, family: str) -> None:
     """Several adapters and the base in one batch, chunks, preemption, a slot too few, n-grams."""
     base = write_checkpoint(family, tmp_path / "base")
-    names = {"lora": "lora", "dora": "dora", "more": "lora" if family == "hrm-text" else "experts"}
+    names = {"lora": "lora", "dora": "dora", "more": "lora" if family in WITHOUT_EXPERTS else "experts"}
     for seed, (name, kind) in enumerate(names.items()):
         trained(base, tmp_path / name, family, kind, seed)
     specs = tuple(AdapterSpec(name, str(tmp_path / name)) for name in names)
@@ -149,7 +170,7 @@ def test_in_company_and_deterministic(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", SOME)
 def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
     base, grid = write_checkpoint(family, tmp_path / "base"), GRIDS[family]
-    kind = "experts" if kind == "lora" and family != "hrm-text" else kind
+    kind = "experts" if kind == "lora" and family not in WITHOUT_EXPERTS else kind
     trained(base, tmp_path / "tuned", family, kind)
     specs = (AdapterSpec("tuned", str(tmp_path / "tuned")),)
     alone = one_by_one(make_engine(base, adapters=specs), requests_of(["", "tuned"], 6))
@@ -158,7 +179,7 @@ def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"attention_parallel": "data"}, {}], ids=str)
-@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4"])
+@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4", "muse-spark"])
 def test_ranks_that_share_otherwise_give_the_same(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     base = write_checkpoint(family, tmp_path / "base")
     trained(base, tmp_path / "tuned", family, "experts")
@@ -199,8 +220,10 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "PromptTuningConfig") for family in FAMILIES[:-1]),
-        pytest.param(FAMILIES[-1], "PromptTuningConfig", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "PromptTuningConfig", marks=() if family in BRIEFLY else pytest.mark.slow)
+            for family in FAMILIES
+        ),
         ("hrm-text", "PrefixTuningConfig"),
     ],
 )
@@ -269,6 +292,13 @@ def test_modules_that_a_model_does_not_have(tmp_path: Path, family: str, old: st
         ("hy-v4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("mistral-large4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("mistral-large4", "LoraConfig", {**LORA, "modules_to_save": ["kv_a_layernorm"]}, "cannot apply .*kv_a_lay"),
+        (
+            "muse-spark",
+            "LoraConfig",
+            {**LORA, "modules_to_save": ["post_feedforward_layernorm"]},
+            "cannot apply .*post_f",
+        ),
+        ("muse-glimmer", "LoraConfig", {**LORA, "trainable_token_indices": [1, 2]}, "leaves out the norm"),
         ("hy-v4", "LoraConfig", {**LORA, "target_parameters": ["attn_hc.fn"]}, "cannot apply .*attn_hc"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["input_layernorm"]}, "cannot apply .*input_layernorm.*fc1"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["q_a_layernorm"]}, "cannot apply .*q_a_layernorm"),

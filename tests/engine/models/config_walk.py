@@ -64,6 +64,10 @@ CORRECTED: dict[str, Any] = {
     "hidden_act": "silu", "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
     "routed_scaling_factor": 1.5, "norm_topk_prob": True,
 }  # fmt: skip
+MUSE: dict[str, Any] = {
+    "hidden_activation": "silu", "head_dim": 12, "sliding_window": 20, "final_logit_softcapping": 8.0,
+    "output_multiplier": 0.6, "post_norm_eps": 1e-3, "qk_scale_factor": 1.5, "pad_token_id": None,
+}  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
@@ -236,6 +240,11 @@ BASES: dict[str, dict[str, Any]] = {
                 "moe_intermediate_size": 16, "share_expert_dim": 24, "moe_layers_enum": "1,2,3", "pad_token_id": 0,
                 "moe_router_scaling_factor": 1.5, "swiglu_limits": [0.0, 0.3, None, 0.5],
                 "swiglu_limits_shared": [0.4, 0.0, 0.6, None], "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0]},
+    "muse_glimmer_text": MUSE,
+    "muse_spark_text": {**{key: value for key, value in MUSE.items() if key != "hidden_activation"},
+                        "hidden_act": "silu", "num_local_experts": 4, "num_experts_per_tok": 2,
+                        "moe_intermediate_size": 16, "moe_hidden_size": 20, "routed_scaling_factor": 1.5,
+                        "residual_gate_temperature": 0.7, "mlp_layer_types": ["sparse", "dense"] * 2},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
@@ -310,6 +319,7 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),
     "sliding_window_pattern": (None, 0, 1, 3, 6),
     "max_window_layers": (0, 1, 3, 9, -1, None),
+    "layer_rope_theta": ([0, 5000.0] * 2, [5000] * 4, [0] * 4, [0, 700.0] * 2, [0] * 3, [None] * 4, "x", 3),
     "swiglu_limits": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
     "swiglu_limits_shared": (None, [], [0.2] * 4, [0.2] * 3, [0.2] * 6, [-1.0] * 4, ["x"] * 4, 0.5),
     "partial_rotary_factors": (None, [], [0.75] * 4, [0.5] * 3, [0.5, 1.0, 0.75, 1.0], [0.0] * 4, 0.5),

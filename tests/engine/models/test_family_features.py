@@ -20,7 +20,7 @@ from tests.engine.tiny import FAMILIES as TINY
 FAMILIES = (
     "lfm2", "lfm2-moe", "cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4", "hunyuan", "minimax-m2",
     "phi", "stablelm", "mimo-v2-flash", "laguna",
-    "minimax-m3", "step3.5",
+    "minimax-m3", "step3.5", "muse-glimmer", "muse-spark",
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TIE = 2e-2
@@ -108,6 +108,16 @@ def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp
             "minimax-m3", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow
         ),
         pytest.param("minimax-m3-shared-choice", 4, 1, {}, marks=pytest.mark.slow),
+        ("muse-glimmer", 2, 2, {}),
+        pytest.param("muse-glimmer", 4, 1, {}, marks=pytest.mark.slow),
+        pytest.param("muse-glimmer-other", 2, 3, {}, marks=pytest.mark.slow),
+        ("muse-spark", 2, 2, {}),
+        pytest.param("muse-spark", 4, 1, {}, marks=pytest.mark.slow),
+        pytest.param("muse-spark", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "muse-spark", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow
+        ),
+        pytest.param("muse-spark-some-dense", 2, 2, {}, marks=pytest.mark.slow),
         pytest.param("hrm-text", 2, 1, {}, marks=pytest.mark.slow),
         pytest.param("axk2", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("hy-v4", 2, 2, {"expert_parallel": True}, marks=pytest.mark.slow),

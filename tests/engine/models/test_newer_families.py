@@ -51,6 +51,8 @@ def test_an_expert_outside_of_the_best_groups_goes_before_one_that_scores_below_
         ("hy-v4", {"speculation": "mtp"}, "no MTP layer"),
         ("minimax-m3", {"speculation": "mtp"}, "no MTP layer"),
         ("mistral-large4", {"speculation": "mtp"}, "no MTP layer"),
+        ("muse-glimmer", {"speculation": "mtp"}, "no MTP layer"),
+        ("muse-spark", {"speculation": "mtp"}, "no MTP layer"),
         ("hrm-text", {"speculation": "mtp"}, "not available for hrm_text models, whose layers run several times"),
     ],
 )

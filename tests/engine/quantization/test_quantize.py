@@ -147,6 +147,8 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
                 "minimax-m3",
                 "step3.5",
                 "mistral-large4-own",
+                "muse-glimmer",
+                "muse-spark-some-dense",
             )
         ),
     ],
@@ -164,8 +166,11 @@ def test_layers_of_every_kind_are_calibrated(family: str, tmp_path: Path) -> Non
         assert loss.divergence < limit * nearest.divergence, (method, loss, nearest)
 
 
+MUSE = ("muse-glimmer", "muse-spark-some-dense")
+
+
 @pytest.mark.parametrize(
-    "family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased", "mimo-v2-flash", "laguna", "step3.5"]
+    "family", ["cohere", "phi", "gemma4", "bamba", "afmoe", "olmo-biased", "mimo-v2-flash", "laguna", "step3.5", *MUSE]
 )
 def test_folded_scales_change_nothing(family: str, tmp_path: Path) -> None:
     """What all matrices of a model read, with AWQ's scales in the layers before them and without."""
@@ -295,7 +300,7 @@ def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa", "qwen4-exp", "mistral-large4"]
+    "family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa", "qwen4-exp", "mistral-large4", "muse-spark"]
 )
 def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     """What calibration computes between layers is what the decoder computes in one go, also where upper layers attend

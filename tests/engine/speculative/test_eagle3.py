@@ -165,7 +165,19 @@ def test_auto_finds_out_what_a_drafter_is(target: Path, head: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", "qwen3-moe", "olmo2", "cohere", "gpt-oss", "mistral-window", "laguna", "minimax-m3", "mistral-large4"],
+    [
+        "gemma2",
+        "qwen3-moe",
+        "olmo2",
+        "cohere",
+        "gpt-oss",
+        "mistral-window",
+        "laguna",
+        "minimax-m3",
+        "mistral-large4",
+        "muse-glimmer",
+        "muse-spark",
+    ],
 )
 def test_other_families_have_the_same_text(family: str, head: Path, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path, spread=0.3)

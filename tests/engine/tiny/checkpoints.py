@@ -27,6 +27,11 @@ if hasattr(transformers, "MistralLarge4TextConfig"):
     from tests.engine.tiny.mistral_large4 import MistralLarge4ForCausalLM
 
     AutoModelForCausalLM._model_mapping._extra_content[transformers.MistralLarge4TextConfig] = MistralLarge4ForCausalLM
+if hasattr(transformers, "MuseSparkTextConfig"):
+    from tests.engine.tiny.muse import MuseGlimmerForCausalLM, MuseSparkForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[transformers.MuseGlimmerTextConfig] = MuseGlimmerForCausalLM
+    AutoModelForCausalLM._model_mapping._extra_content[transformers.MuseSparkTextConfig] = MuseSparkForCausalLM
 
 
 def write_checkpoint(

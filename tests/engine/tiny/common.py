@@ -38,6 +38,9 @@ GEMMA4: dict[str, Any] = {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "num_hidden_layers": 4,
     "layer_types": [SLIDING, SLIDING, FULL, FULL], "hidden_size_per_layer_input": 0, "tie_word_embeddings": False,
 }  # fmt: skip
+MUSE: dict[str, Any] = {
+    "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 40, "output_multiplier": 0.7, "qk_scale_factor": 1.7,
+}  # fmt: skip
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}

@@ -12,6 +12,7 @@ from tests.engine.tiny.common import (
     GRANITE,
     HALF_ROPE,
     LLAMA3_ROPE,
+    MUSE,
     OLMO3_ROPES,
     QWEN_MOE,
     SLIDING,
@@ -87,6 +88,10 @@ COHERE_MOE: dict[str, Any] = {
     "sliding_window_pattern": 2, "logit_scale": 0.3,
 }  # fmt: skip
 
+MUSE_EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
+    "moe_hidden_size": 32, "routed_scaling_factor": 1.7, "qk_scale_factor": 0.8,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
     "qwen3-moe": ("Qwen3MoeConfig", {**QWEN_MOE, "norm_topk_prob": True}),
@@ -191,6 +196,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_combination_strategy": "sum",
             "rms_norm_eps": 1e-4,
             "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "attention_bias": True,
+        },
+    ),
+    "muse-spark": ("MuseSparkTextConfig", {**MUSE, **MUSE_EXPERTS}),
+    "muse-spark-some-dense": (
+        "MuseSparkTextConfig",
+        {
+            **MUSE,
+            **MUSE_EXPERTS,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+            "layer_rope_theta": [10000.0, 10000.0, 0, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "residual_gate_temperature": 1.1,
+            "post_norm_eps": 0.3,
             "attention_bias": True,
         },
     ),

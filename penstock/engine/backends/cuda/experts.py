@@ -39,6 +39,7 @@ from penstock.engine.models.layers.experts import (
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp, gated
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.visit_norm import VisitNorm
 
 _COUNTERS = 1024
 """Arrival counters of a layer: for each token, or for every 16 outputs."""
@@ -63,6 +64,7 @@ class GroupedExpertMlp:
     slots: ExpertSlots | None = None
     leaves_sums: bool = False
     """Whether the norm behind adds up what a token's experts gave."""
+    visit_norm: VisitNorm | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -89,13 +91,13 @@ class GroupedExpertMlp:
         plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
         packed = all(isinstance(one, PackedStack) for one in stacks) and not self.router.weight_inputs
         fits = has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant and self.routes
-        return fits and (plain or packed)
+        return fits and self.visit_norm is None and (plain or packed)
 
     @property
     def routes(self) -> bool:
         """Whether kernels choose experts as the router does."""
         router = self.router
-        plain = router.scoring != "sqrt_softplus" and not router.logit_softcap
+        plain = router.scoring != "sqrt_softplus" and not router.logit_softcap and router.logit_scale == 1.0
         return plain and router.table is None and router.outside == -math.inf
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -104,7 +106,7 @@ class GroupedExpertMlp:
 
     def leaving_sums(self) -> GroupedExpertMlp:
         """See `SummedByNorm`."""
-        return replace(self, leaves_sums=self.slots is None)
+        return replace(self, leaves_sums=self.slots is None and self.visit_norm is None)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         if inputs is None and len(x) == 1 and self.fuses:
@@ -122,7 +124,7 @@ class GroupedExpertMlp:
 
     def takes_few(self, x: Tensor) -> bool:
         """Whether the products of `x` need no order of pairs."""
-        if self.ops.batch_invariant or self.slots is not None:
+        if self.ops.batch_invariant or self.slots is not None or self.visit_norm is not None:
             return False
         return 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS
 
@@ -143,8 +145,19 @@ class GroupedExpertMlp:
         if added is not None:
             return self._with_additions(x, weights, chosen.int(), added)
         chosen, experts = chosen.int(), self.gate_up.experts
+        if self.visit_norm is not None:
+            pairs = self._products(x, torch.ones_like(weights), plan(chosen, experts))
+            return self._normed(pairs, weights, chosen)
         pairs = self._products(x, weights, plan(chosen, experts))
         return moe.combine(pairs, chosen.shape[1], chosen=None if self.slots is None else chosen, experts=experts)
+
+    def _normed(self, pairs: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The sum of what the experts gave, normalized and then weighted."""
+        assert self.visit_norm is not None
+        top_k = chosen.shape[1]
+        pairs = (self.visit_norm(pairs, top_k) * weights.view(-1, 1)).to(pairs.dtype)
+        chosen_here = None if self.slots is None else chosen
+        return moe.combine(pairs, top_k, chosen=chosen_here, experts=self.gate_up.experts)
 
     def _products(self, x: Tensor, weights: Tensor, schedule: Plan | FewPairs) -> Tensor:
         top_k, early = weights.shape[1], self.router.weight_inputs
@@ -160,6 +173,8 @@ class GroupedExpertMlp:
         each, late = x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1), weights
         if self.router.weight_inputs:
             each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
+        if self.visit_norm is not None:
+            late = torch.ones_like(weights)
         of = self.counters, self.ops.batch_invariant
 
         def gate_up(rows: Tensor) -> Tensor:
@@ -170,6 +185,8 @@ class GroupedExpertMlp:
 
         inner = gated(self.ops, self.activation, added.gate_up(each, gate_up))
         pairs = added.down(inner, down, weights=late)
+        if self.visit_norm is not None:
+            return self._normed(pairs, weights, chosen)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
@@ -188,7 +205,10 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
         return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
-    return GroupedExpertMlp(mlp.ops, mlp.router, activation, gate_up, down, mlp.source, choice, counters, mlp.slots)
+    return GroupedExpertMlp(
+        mlp.ops, mlp.router, activation, gate_up, down, mlp.source, choice, counters, mlp.slots,
+        visit_norm=mlp.visit_norm,
+    )  # fmt: skip
 
 
 def choice_of(router: Router) -> Choice:

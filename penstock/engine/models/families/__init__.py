@@ -74,6 +74,8 @@ from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mistral4 import MISTRAL4
 from penstock.engine.models.families.mistral_large4 import MISTRAL_LARGE4
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.muse_glimmer import MUSE_GLIMMER
+from penstock.engine.models.families.muse_spark import MUSE_SPARK
 from penstock.engine.models.families.nemotron import NEMOTRON
 from penstock.engine.models.families.nemotron_h import NEMOTRON_H
 from penstock.engine.models.families.olmo import OLMO
@@ -215,6 +217,8 @@ FAMILIES: dict[str, Family] = {
         MINIMAX_M3,
         STEP3P5,
         MISTRAL_LARGE4,
+        MUSE_GLIMMER,
+        MUSE_SPARK,
     )
 }
 """By `model_type`."""
@@ -346,6 +350,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
         vocab_size=integer(raw, "vocab_size"),
         sandwich_norms=bool(family.names.mixer_out_norm or family.names.feed_forward_out_norm),
         norm_offset=family.norm_offset,
+        final_norm_offset=family.norm_offset if family.final_norm_offset is None else family.final_norm_offset,
         **fields,
     )
 

@@ -91,6 +91,10 @@ class ConfigFields(TypedDict, total=False):
     output_gate: bool
     gates_by_head: bool
     softplus_gates: bool
+    normed_outputs: bool
+    normed_embedding: bool
+    out_norm_eps: float | None
+    residual_temperature: float | None
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
@@ -108,6 +112,7 @@ class ConfigFields(TypedDict, total=False):
     output_bias: bool
     qk_norm: bool
     query_growth: QueryGrowth | None
+    plain_qk_norm: bool
     unweighted_qk_norm: bool
     qkv_bias: bool
     rms_eps: float
@@ -301,6 +306,8 @@ class Family:
     hidden_act: str = "silu"
     norm_offset: float = 0.0
     """Added to norm weights when they are read: Gemma stores them minus one (GGUF files do not)."""
+    final_norm_offset: float | None = None
+    """The same of the norm behind the last layer; None: as of all others."""
     names: TensorNames = LLAMA_NAMES
     gguf: GGUFFormat
     reference: str = ""

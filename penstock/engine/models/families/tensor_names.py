@@ -53,6 +53,8 @@ class TensorNames:
     expert_down: str = "down_proj"
     expert_latents: tuple[str, str] = ("", "")
     """Of a block whose experts read fewer numbers than a token has: the matrices before and behind them."""
+    expert_norms: tuple[str, str] = ("", "")
+    """Of such a block: a norm behind the first of these matrices, and one behind every expert."""
     stacked_experts: bool = False
     """Whether the family's checkpoints store the experts of a layer as one tensor; see `loading.stacked_experts`."""
     interleaved_gate_up: bool = False

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from penstock.engine.backends.interface import ActivationOps, Ops
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.visit_norm import VisitNorm
 from penstock.engine.models.moe_config import SMALL_TOTAL, GroupScore, LayerTable, Scoring
 
 
@@ -53,6 +54,7 @@ class Router:
     scale: float = 1.0
     weight_inputs: bool = False
     logit_softcap: float = 0.0
+    logit_scale: float = 1.0
     total_eps: float = SMALL_TOTAL
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     """See `Ops.sigmoid`."""
@@ -72,6 +74,8 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         logits = self.linear(x).float()
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if self.logit_softcap:
             logits = self.logit_softcap * (logits / self.logit_softcap).tanh()
         scores = self._scores(logits)
@@ -229,6 +233,7 @@ class ExpertMlp:
     experts: list[GatedMlp]
     source: ExpertSource
     slots: ExpertSlots | None = None
+    visit_norm: VisitNorm | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -263,6 +268,8 @@ class ExpertMlp:
             outputs[order] = torch.cat(
                 [expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)]
             )
+        if self.visit_norm is not None:
+            outputs = self.visit_norm(outputs, top_k)
         by_token = outputs.view(len(x), top_k, x.shape[1])
         return _sum(by_token if self.router.weight_inputs else by_token * weights.to(x.dtype).unsqueeze(-1))
 
@@ -385,6 +392,9 @@ class NarrowExperts:
     """`Experts`, perhaps spread over processes."""
     into: Linear
     out: Linear
+    norm: Tensor | None = None
+    """Gains of a norm behind the first matrix."""
+    eps: float = 0.0
 
     @property
     def ops(self) -> ActivationOps:
@@ -407,7 +417,10 @@ class NarrowExperts:
         return size + self.into.weight_bytes + self.out.weight_bytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.routed.forward(x, self.into(x)))
+        inputs = self.into(x)
+        if self.norm is not None:
+            inputs = self.ops.rms_norm(inputs, self.norm, self.eps)
+        return self.out(self.routed.forward(x, inputs))
 
 
 def _sum(x: Tensor) -> Tensor:

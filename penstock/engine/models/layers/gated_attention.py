@@ -37,6 +37,8 @@ class OutputGatedAttention(Attention):
     """Gives a number for each of what heads give, or for each head."""
     softplus: bool = False
     """Whether heads' outputs are multiplied by the softplus of the gate, not by its sigmoid."""
+    output_gains: Tensor | None = None
+    """[head_dim]: of the norm of what each head gives, before the gate; None: there is none."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -48,5 +50,8 @@ class OutputGatedAttention(Attention):
 
     def forward(self, x: Any, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         attended = self.attend(self.qkv(x), batch, cache)
+        if self.output_gains is not None:
+            heads = attended.reshape(-1, len(self.output_gains))
+            attended = self.attention_ops.rms_norm(heads, self.output_gains, self.eps).view(attended.shape)
         gate = self.attention_ops.softplus_mul if self.softplus else self.attention_ops.sigmoid_mul
         return self.output(gate(attended, self.output_gate(x)))
