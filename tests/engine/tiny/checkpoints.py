@@ -27,6 +27,10 @@ if hasattr(transformers, "MistralLarge4TextConfig"):
     from tests.engine.tiny.mistral_large4 import MistralLarge4ForCausalLM
 
     AutoModelForCausalLM._model_mapping._extra_content[transformers.MistralLarge4TextConfig] = MistralLarge4ForCausalLM
+if hasattr(transformers, "Glm5NextTextConfig"):
+    from tests.engine.tiny.glm5_next import Glm5NextForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[transformers.Glm5NextTextConfig] = Glm5NextForCausalLM
 
 
 def write_checkpoint(
@@ -82,7 +86,7 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(0, 0.7)
             elif key.endswith("z_L_init"):
                 parameter.normal_(0, 1)
-            elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight")):
+            elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight", "index_kpool_compress_ape")):
                 parameter.normal_(0, 0.5)
             else:
                 parameter.mul_(spread)
