@@ -146,6 +146,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "step3p7": ("step3p7", _text("step3.5"), {"vision_config": {**VISION, "mlp_ratio": 1.0}}),
     "minimax_m3_vl": ("minimax_m3_vl", _text("minimax-m3"), {}),
     "mistral_large4": ("mistral_large4", _text("mistral-large4"), {"vision_config": _PIXTRAL}),
+    "glm5_next": ("glm5_next", _text("glm5-next"), {}),
     "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""

@@ -28,7 +28,7 @@ VARIANTS = {
     "stablelm-head-norms", "axk1-some-dense", "minicpm3-plain", "cohere2-moe-sigmoids",
     "gemma4-unified", "mistral4-halves", "qwen4-exp-plain", "axk2-plain", "hy-v4-some-dense", "hrm-text-scaled",
     "mimo-v2-flash-some-dense", "laguna-elements",
-    "minimax-m3-shared-choice", "step3.5-biased", "mistral-large4-own",
+    "minimax-m3-shared-choice", "step3.5-biased", "mistral-large4-own", "glm5-next-shared",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {
@@ -41,7 +41,7 @@ BRIEF = (
     "glm", "stablelm", "starcoder2", "olmo", "phi", "helium", "hyperclovax", "jais2", "nemotron", "apertus", "hy-v3",
     "youtu", "granite-swa", "granite-moe-swa", "afmoe", "axk1", "minicpm3", "cohere2-moe",
     "qwen4-exp", "axk2", "hy-v4", "hrm-text", "mimo-v2-flash", "laguna",
-    "minimax-m3", "step3.5", "mistral-large4",
+    "minimax-m3", "step3.5", "mistral-large4", "glm5-next",
 )  # fmt: skip
 """These too; in the quick one they are compared briefly."""
 SLOW = VARIANTS | COMBINED | {*BRIEF}

@@ -84,6 +84,8 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
+            elif key.endswith("index_kpool_compress_gate"):
+                parameter.normal_(0, 0.3)
             elif key.endswith("z_L_init"):
                 parameter.normal_(0, 1)
             elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight", "index_kpool_compress_ape")):
