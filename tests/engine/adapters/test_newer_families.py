@@ -25,10 +25,13 @@ from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4")
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4", "glm5-next")
 SOME = [pytest.param(family, marks=() if family == "step3.5" else pytest.mark.slow) for family in FAMILIES]
 """In the quick suite one of them."""
-GRIDS = {"axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3), "mistral-large4": (2, 2)}
+GRIDS = {
+    "axk2": (2, 2), "hy-v4": (2, 2), "hrm-text": (2, 1), "step3.5": (2, 3), "mistral-large4": (2, 2),
+    "glm5-next": (2, 2),
+}  # fmt: skip
 EVERY: dict[str, list[str]] = {
     "axk2": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
              "fc1", "fc2", "gate_proj", "up_proj", "down_proj"],
@@ -38,15 +41,19 @@ EVERY: dict[str, list[str]] = {
     "step3.5": ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "gate_proj", "up_proj", "down_proj"],
     "mistral-large4": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
                        "gate_proj", "up_proj", "down_proj"],
+    "glm5-next": ["q_proj", "k_proj", "v_proj", "o_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
+                  "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj",
+                  "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
 """Of each, all that PEFT calls a linear."""
 NORMS = {
     "axk2": ["model.norm", "input_layernorm.norm", "0.post_attention_layernorm", "post_attention_layernorm.norm"],
     "hy-v4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
     "mistral-large4": ["model.norm", "input_layernorm", "post_attention_layernorm"],
+    "glm5-next": ["model.norm", "input_layernorm", "post_attention_layernorm"],
     "step3.5": ["model.norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"],
 }
-NOT_OF_LINEARS = ("k_norm.bias", "q_input_norm.bias", "softmax_scaling.bias")
+NOT_OF_LINEARS = ("k_norm.bias", "q_input_norm.bias", "softmax_scaling.bias", "dt_bias")
 """Biases that PEFT trains with all others."""
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
@@ -74,7 +81,8 @@ CASES = [
 ]
 
 
-BRIEF = [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+NEWEST = ("mistral-large4", "glm5-next")
+BRIEF = [pytest.param(family, marks=pytest.mark.slow) if family in NEWEST else family for family in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=BRIEF)
@@ -158,7 +166,7 @@ def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"attention_parallel": "data"}, {}], ids=str)
-@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4"])
+@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4", "glm5-next"])
 def test_ranks_that_share_otherwise_give_the_same(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     base = write_checkpoint(family, tmp_path / "base")
     trained(base, tmp_path / "tuned", family, "experts")
@@ -199,8 +207,8 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "PromptTuningConfig") for family in FAMILIES[:-1]),
-        pytest.param(FAMILIES[-1], "PromptTuningConfig", marks=pytest.mark.slow),
+        *((family, "PromptTuningConfig") for family in FAMILIES if family not in NEWEST),
+        *(pytest.param(family, "PromptTuningConfig", marks=pytest.mark.slow) for family in NEWEST),
         ("hrm-text", "PrefixTuningConfig"),
     ],
 )
@@ -268,6 +276,14 @@ def test_modules_that_a_model_does_not_have(tmp_path: Path, family: str, old: st
         ("axk2", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("hy-v4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("mistral-large4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        ("glm5-next", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        (
+            "glm5-next",
+            "LoraConfig",
+            {**LORA, "target_parameters": ["index_kpool_compress_gate"]},
+            "cannot apply .*indexer",
+        ),
+        ("glm5-next", "LoraConfig", {**LORA, "modules_to_save": ["o_norm"]}, "cannot apply .*o_norm"),
         ("mistral-large4", "LoraConfig", {**LORA, "modules_to_save": ["kv_a_layernorm"]}, "cannot apply .*kv_a_lay"),
         ("hy-v4", "LoraConfig", {**LORA, "target_parameters": ["attn_hc.fn"]}, "cannot apply .*attn_hc"),
         ("axk2", "LoraConfig", {**LORA, "modules_to_save": ["input_layernorm"]}, "cannot apply .*input_layernorm.*fc1"),
