@@ -90,6 +90,7 @@ def test_delta_nets_as_other_files_describe_them() -> None:
         ({"index_topk": 26}, "index_topk is 26, which index_kpool, 4, does not divide"),
         ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail is false"),
         ({"index_kpool": 0}, "index_kpool"),
+        ({"index_head_dim": 1}, "all index keys are the same"),
         ({"indexer_types": ["full"] * 2 + ["shared"] + ["full"] * 2}, "layer 2 attends to what another one chose"),
         ({"indexer_types": ["full"] * 4 + ["shared"]}, "layer 4 attends to what another one chose"),
         ({"indexer_types": ["full"] * 4}, "indexer_types .or index_topk_pattern. must say full or shared"),

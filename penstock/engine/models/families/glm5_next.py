@@ -70,9 +70,10 @@ def _recurrent(raw: HFConfig) -> tuple[bool, ...]:
 
 
 def _delta_nets(raw: HFConfig, layers: tuple[bool, ...]) -> DeltaConfig | None:
-    inner = {} if raw.get("linear_attn_config") is None else mapping(raw, "linear_attn_config")
+    described = raw.get("linear_attn_config") is not None
+    inner = mapping(raw, "linear_attn_config") if described else {}
     own = {**raw, **{key: inner[name] for key, name in _OF_DELTA_NETS.items() if name in inner}}
-    if own["linear_lower_bound"] is None and inner and inner.get("safe_gate", True):
+    if own["linear_lower_bound"] is None and described and inner.get("safe_gate", True):
         own["linear_lower_bound"] = _SAFE_BOUND
     lowest = 0.0 if own["linear_lower_bound"] is None else number(own, "linear_lower_bound")
     if own["linear_lower_bound"] is not None and lowest >= 0:
@@ -104,6 +105,8 @@ def _index(raw: HFConfig, recurrent: tuple[bool, ...]) -> IndexConfig:
             "index_kpool_always_select_tail is false, so that the first tokens of a text attend to nothing, not even "
             "to themselves; only true is supported with pools of several tokens"
         )
+    if integer(raw, "index_head_dim") == 1:
+        raise CheckpointError("index_head_dim is 1: behind their norm all index keys are the same")
     own = tuple(full and not other for full, other in zip(indexer_kinds(raw), recurrent, strict=True))
     for layer, other in enumerate(recurrent):
         if not (own[layer] or other or (layer and own[layer - 1])):
@@ -123,7 +126,7 @@ def _index(raw: HFConfig, recurrent: tuple[bool, ...]) -> IndexConfig:
 
 def _translate(raw: HFConfig) -> dict[str, Any]:
     """The size of a head follows from others, whatever the key says."""
-    return {key: value for key, value in raw.items() if key != "head_dim"}
+    return {**raw, "head_dim": raw["qk_nope_head_dim"]}
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
