@@ -130,7 +130,7 @@ def test_stages_do_not_begin_with_layers_that_follow_another() -> None:
     config = read_config({**COMMON, **FAMILIES[SHARED][1], "model_type": "glm5_next_text"})
     assert config.stage_starts == (True, False, True, True, False)
     check_layout(config, 2, 3)
-    with pytest.raises(ConfigError, match="4 stages are more than the 3 layers"):
+    with pytest.raises(ConfigError, match="4 stages are more than the 3 layers with an indexer or a delta net"):
         check_layout(config, 1, 4)
 
 
