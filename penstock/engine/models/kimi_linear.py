@@ -52,7 +52,7 @@ def compose_delta_net(context: LayerContext) -> ChannelDeltaNet:
     stacked, dense = read.all_dense, read.dense()
     # The reference keeps them in one tensor, in memory.
     stored = dict.fromkeys(CONVOLUTIONS, wide)
-    if not read.stores(f"{at}{CONVOLUTIONS[0]}.weight"):
+    if read.stores(f"{at}{CONVOLUTION}.weight"):
         stored = {CONVOLUTION: 3 * wide}
     conv = [read.get(f"{at}{name}.weight", rows, 1, delta.conv, dtype=torch.float32) for name, rows in stored.items()]
     return ChannelDeltaNet(
