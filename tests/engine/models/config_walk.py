@@ -252,7 +252,6 @@ LAYER_TYPES = (
     ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["conv", "conv", FULL, "conv"],
     [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
     [SLIDING, CSA, HCA, CSA], [SLIDING, HCA] * 2, [MSA] * 4, [MSA, FULL] * 2,
-    ["indexed_attention"] * 4, ["linear_attention"] * 2 + ["indexed_attention", FULL],
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
@@ -290,7 +289,6 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "index_n_heads": (24, 13, 0, 12.0, None),
     "indexer_n_heads": (24, 13, 0, 12.0, None),
     "index_kpool": (1, 2, 5, 10, 3, 0, None, 4.0),
-    "indexer_types": (["full"] * 4, ["full", "shared"] * 2, ["shared", "full"] * 2, ["full"] * 3, "full", None),
     "linear_lower_bound": (-1.0, -20, None, 0.0, "x"),
     "linear_attn_config": ({"head_dim": 6}, {"gate_lower_bound": None}, {"gate_lower_bound": None, "safe_gate": False},
                            {"num_heads": 3, "short_conv_kernel_size": 2}, {"full_attn_layers": [1]}, {}, None, [1]),
@@ -397,6 +395,8 @@ OWN: dict[str, tuple[dict[str, Any], ...]] = {
         {"layer_types": ["indexed_attention"] * 4, "index_topk_freq": 2},
         {"layer_types": ["indexed_attention"] * 4, "index_topk_freq": 2, "index_skip_topk_offset": 1},
         {"layer_types": ["indexed_attention"] * 4, "index_topk_pattern": "FSFF"},
+        *({"indexer_types": kinds} for kinds in (["full"] * 4, ["shared", "full"] * 2, ["full"] * 3, "full")),
+        {"layer_types": ["linear_attention"] * 2 + ["indexed_attention", FULL]},
         {"index_kpool": 1, "index_kpool_always_select_tail": False}, {"index_kpool": 20}, {"index_topk": 100},
         {"linear_attn_config": {"gate_lower_bound": None}, "linear_lower_bound": -2.0},
         {"linear_attn_config": {}, "linear_lower_bound": None},
