@@ -67,7 +67,9 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank, latent.input_bias)
         index = latent.index
         if index is not None:
-            mla = replace(mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers)
+            mla = replace(
+                mla, index_heads=index.heads, index_dim=index.dim, indexed=index.layers, index_rate=index.rate
+            )
         mla = replace(mla, gated_queries=latent.gated_queries, gate_rank=latent.gate_rank)
         mla = replace(
             mla,
@@ -77,7 +79,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             index_from_inputs=index is not None and index.normed_inputs,
             head_scales=latent.head_scales,
         )
-    sparse = model.sparse_blocks
+    sparse, streams = model.sparse_blocks, model.streams
     return ModelShape(
         name=name,
         family=model.family,
@@ -123,7 +125,8 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         compression=None if model.compression is None else _compression(model, model.compression),
         gated_streams=_gated_streams(model),
         kept_layers=0 if model.cycles is None else 2 * model.cycles.layers,
-        apart_streams=model.streams.count if model.streams is not None and latent is not None else 0,
+        apart_streams=0 if streams is None or latent is None or streams.rounds else streams.count,
+        mixed_streams=0 if streams is None or latent is None or not streams.rounds else streams.count,
         only=model.only,
         gate=has_gate(model.activation),
         activation_numbers=2 if isinstance(model.activation, Xielu) else 0,

@@ -305,7 +305,8 @@ def _check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
     if pipeline > shape.layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {shape.layers} layers of {shape.name}")
     if shape.mla is not None and shape.mla.starts and pipeline > sum(shape.mla.starts):
+        with_one = "an indexer" if shape.delta is None else "an indexer or a delta net"
         raise ConfigError(
-            f"pipeline_parallel: {pipeline} is more than the {sum(shape.mla.starts)} layers of {shape.name} with an "
-            "indexer with which stages may begin"
+            f"pipeline_parallel: {pipeline} is more than the {sum(shape.mla.starts)} layers of {shape.name} with "
+            f"{with_one} with which stages may begin"
         )

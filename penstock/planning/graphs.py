@@ -40,5 +40,6 @@ def _launched_eagerly(deployment: Deployment) -> bool:
     """See `Decoder.launched_eagerly`."""
     shape = deployment.shape
     gated = shape.mla is not None and shape.mla.gate_rank > 0
-    streams = shape.apart_streams or shape.gated_streams is not None or shape.compression is not None
+    streams = shape.apart_streams or shape.mixed_streams or shape.gated_streams is not None
+    streams = streams or shape.compression is not None
     return bool(streams or shape.kept_layers or gated or shape.sparse_blocks is not None)

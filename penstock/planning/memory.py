@@ -232,7 +232,7 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
         return shape.compression.block_bytes(first, last, *sizes)
     # With latent attention every shard has the whole latent.
     elements = shape.kv_elements_in(first, last, deployment.tensor_parallel)
-    keys = round(shape.index_keys(first, last) * deployment.block_size * deployment.weights.dense_bytes)
+    keys = round(shape.index_keys(first, last, deployment.block_size) * deployment.weights.dense_bytes)
     if shape.gated_streams is not None:
         attending, dense = shape.attended_in(first, last), deployment.weights.dense_bytes
         keys += shape.gated_streams.block_bytes(attending, deployment.block_size, dense)
@@ -278,11 +278,11 @@ def _beside_graphs(room: int, share: float, graphs: int) -> int:
 
 
 def state_bytes(deployment: Deployment, stage: int = 0) -> int:
-    """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads; windows and
-    entries are those of all heads."""
-    shape, (first, last) = deployment.shape, _span(deployment, stage)
-    shards = 1 if shape.compression is not None else deployment.tensor_parallel
-    return shape.state_bytes_in(first, last, int(deployment.weights.dense_bytes)) // shards
+    """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads; windows, entries
+    and what is known of the last tokens are those of all heads."""
+    first, last = _span(deployment, stage)
+    element, shards = int(deployment.weights.dense_bytes), deployment.tensor_parallel
+    return deployment.shape.state_bytes_in(first, last, element, shards)
 
 
 def _state_room(deployment: Deployment, stage: int, room: int) -> int:

@@ -190,6 +190,8 @@ class ModelShape:
     """Layers that there are weights of, where each runs several times, and `layers` counts the runs; 0: all."""
     apart_streams: int = 0
     """Residual streams that are read and added to with one weight each, and not mixed."""
+    mixed_streams: int = 0
+    """The same of those that are mixed, and whose mean leaves the last layer."""
     only: tuple[Literal["mixer", "feed_forward"], ...] = ()
     """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     gate: bool = True
@@ -285,6 +287,9 @@ class ModelShape:
         if self.apart_streams:
             n = self.apart_streams
             small += 2 * (2 * n * (n * hidden + 1) + 2)
+        if self.mixed_streams:
+            n = self.mixed_streams
+            small += 2 * ((2 + n) * n * (n * hidden + 1) + 3)
         mla, mixer = self.mla, self.recurrent if kind.recurrent else None
         if mixer is not None and not self._beside:
             return mixer.matrices(hidden), 0, 0, small + mixer.others(hidden)
@@ -453,26 +458,27 @@ class ModelShape:
         """Bytes of a running sequence beside what its tokens leave, whatever its length."""
         return self.state_bytes_in(0, self.layers)
 
-    def state_bytes_in(self, first: int, last: int, element: int = 2) -> int:
-        """The same of some layers; `element`: bytes of what activations are."""
+    def state_bytes_in(self, first: int, last: int, element: int = 2, shards: int = 1) -> int:
+        """The same of some layers, on one of `shards`, which divide states of recurrent layers by heads; `element`:
+        bytes of what activations are."""
         if self.compression is not None:
             return self.compression.state_bytes(first, last, element)
-        told = 0
+        whole = 0 if self.mla is None else self.mla.state_bytes(first, last)
         if self.gated_streams is not None:
-            told = self.gated_streams.state_bytes(first, last, self.hidden, element)
+            whole += self.gated_streams.state_bytes(first, last, self.hidden, element)
         if self.recurrent is None:
-            return told
-        return told + self.recurrent_in(first, last) * self.recurrent.state_bytes(element)
+            return whole
+        return whole + self.recurrent_in(first, last) * self.recurrent.state_bytes(element) // shards
 
-    def index_keys(self, first: int, last: int) -> int:
-        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
-        return sum(one.index_keys(first, last) for one in (self.mla, self.sparse_blocks) if one is not None)
+    def index_keys(self, first: int, last: int, tokens: int) -> int:
+        """Elements that a block of tokens has for the indexers of some layers, which have the type of activations."""
+        return sum(one.index_keys(first, last, tokens) for one in (self.mla, self.sparse_blocks) if one is not None)
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each, and of 2 for indexers."""
         if self.compression is not None:
             return round(self.compression.block_bytes(0, self.layers, _BLOCK, kv_bytes, 2.0) / _BLOCK)
-        index = 2 * self.index_keys(0, self.layers)
+        index = round(2 * self.index_keys(0, self.layers, _BLOCK) / _BLOCK)
         if self.gated_streams is not None:
             attending = self.attended_in(0, self.layers)
             index += round(self.gated_streams.block_bytes(attending, _BLOCK, 2.0) / _BLOCK)

@@ -23,6 +23,8 @@ class Mla:
     """Of indexers, which choose the tokens that are attended to; 0: there are none."""
     indexed: tuple[bool, ...] = ()
     """Which layers have one: it keeps a key of each token."""
+    index_rate: int = 0
+    """Tokens that have one key together, which softmaxes make of theirs; 0: each has its own."""
     gated_queries: bool = False
     """Whether queries are made of the compressed vector with its norm and without, each with a gate."""
     gate_rank: int = 0
@@ -88,6 +90,7 @@ class Mla:
         rank = self.q_rank or 0
         biases = self.made + rank if self.bias else 0
         indexer = hidden * self.index_heads + 2 * self.index_dim + (2 * hidden if self.index_from_inputs else 0)
+        indexer += (hidden + self.index_rate) * self.index_dim if self.index_rate else 0
         scaled = heads + (self.index_heads if indexed else 0) if self.head_scales else 0
         return rank + (0 if self.shares else self.kv_rank) + biases + (indexer if indexed else 0) + 2 * scaled
 
@@ -105,9 +108,13 @@ class Mla:
         gates = (hidden + self.gate_rank) * (1 + routed) if self.gate_rank else 0
         return inputs + gates, outputs + gates
 
-    def index_keys(self, first: int, last: int) -> int:
-        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
-        return self.index_dim * sum(self.indexed[first:last])
+    def index_keys(self, first: int, last: int, tokens: int) -> int:
+        """Elements that a block of tokens has for the indexers of some layers, which have the type of activations."""
+        return -(-tokens // (self.index_rate or 1)) * self.index_dim * sum(self.indexed[first:last])
+
+    def state_bytes(self, first: int, last: int) -> int:
+        """What indexers of some layers keep of a sequence, whatever its length: softmaxes in float32."""
+        return 12 * self.index_dim * sum(self.indexed[first:last]) if self.index_rate else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +134,9 @@ class SparseBlocks:
         """Inputs and outputs of its linears on one of so many shards."""
         return 2 * hidden, (max(1, self.heads // shards) + 1) * self.dim
 
-    def index_keys(self, first: int, last: int) -> int:
-        """Elements that a token leaves for the indexers of some layers, which have the type of activations."""
-        return self.dim * sum(self.layers[first:last])
+    def index_keys(self, first: int, last: int, tokens: int) -> int:
+        """Elements that a block of tokens has for the indexers of some layers, which have the type of activations."""
+        return tokens * self.dim * sum(self.layers[first:last])
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral_large4": ("mistral_large4", _text("mistral-large4"), {"vision_config": _PIXTRAL}),
     "muse_glimmer": ("muse_glimmer", _text("muse-glimmer"), _MUSE),
     "muse_spark": ("muse_spark", _text("muse-spark"), {**_MUSE, "audio_config": _MUSE_AUDIO}),
+    "glm5_next": ("glm5_next", _text("glm5-next"), {}),
     "internvl-vaultgemma": ("internvl", _foreign("vaultgemma"), {"tie_word_embeddings": False}),
 }
 """The wrapper, its decoder's keys, and others of its own."""

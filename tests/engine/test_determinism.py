@@ -149,7 +149,7 @@ def test_the_same_bits_with_experts_and_with_adapters(tmp_path: Path) -> None:
 
 OTHERS = (
     "bamba", "deepseek-v3", "falcon-h1", "gemma2", "glm4-moe", "gpt-oss", "granite4-hybrid", "llama4-plain", "lfm2-moe",
-    "kimi-linear", "mamba2",
+    "glm5-next", "kimi-linear", "mamba2",
     "nemotron-h", "nemotron-h-narrow-experts", "qwen2-moe", "qwen3.5",
 )  # fmt: skip
 

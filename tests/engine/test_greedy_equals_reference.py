@@ -29,7 +29,7 @@ VARIANTS = {
     "gemma4-unified", "mistral4-halves", "qwen4-exp-plain", "axk2-plain", "hy-v4-some-dense", "hrm-text-scaled",
     "mimo-v2-flash-some-dense", "laguna-elements",
     "minimax-m3-shared-choice", "step3.5-biased", "mistral-large4-own",
-    "muse-glimmer-other", "muse-spark-some-dense",
+    "muse-glimmer-other", "muse-spark-some-dense", "glm5-next-shared",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 COMBINED = {
@@ -42,7 +42,7 @@ BRIEF = (
     "glm", "stablelm", "starcoder2", "olmo", "phi", "helium", "hyperclovax", "jais2", "nemotron", "apertus", "hy-v3",
     "youtu", "granite-swa", "granite-moe-swa", "afmoe", "axk1", "minicpm3", "cohere2-moe",
     "qwen4-exp", "axk2", "hy-v4", "hrm-text", "mimo-v2-flash", "laguna",
-    "minimax-m3", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark",
+    "minimax-m3", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next",
 )  # fmt: skip
 """These too; in the quick one they are compared briefly."""
 SLOW = VARIANTS | COMBINED | {*BRIEF}

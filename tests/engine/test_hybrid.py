@@ -36,6 +36,8 @@ OTHERS = (
     "kimi-linear",
     "kimi-linear-groups",
     "qwen4-exp",
+    "glm5-next",
+    "glm5-next-shared",
 )
 
 

@@ -216,6 +216,7 @@ def test_any_mix_of_features_says_what_a_plain_engine_says(mix: Mix, files: File
         "mistral-large4",
         "muse-glimmer",
         "muse-spark",
+        "glm5-next",
     ],
 )
 def test_mixes_of_families_with_parts_of_their_own(family: str, seed: int, files: Files, tmp_path: Path) -> None:

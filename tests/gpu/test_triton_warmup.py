@@ -32,7 +32,7 @@ SHORT = StepLimits(4, 299, 64, 16)
 FAMILIES = (
     "gemma4-small", "deepseek-v4", "falcon-h1", "qwen3-next", "lfm2-moe", "qwen4-exp", "hrm-text", "glm-dsa", "axk2",
     "hy-v4", "hy-v4-some-dense", "mimo-v2-flash", "laguna", "minimax-m3", "step3.5",
-    "mistral-large4", "muse-glimmer", "muse-spark",
+    "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next", "glm5-next-shared",
 )  # fmt: skip
 STEPS: tuple[tuple[int, list[int]], ...] = ((1, []), (4, []), (0, [17]), (1, [17]), (1, [20] * 3))
 
@@ -74,7 +74,7 @@ def test_adapters_are_visited_in_layers_of_every_kind() -> None:
     if MODE == "compile":
         return
     families = ("llama-gqa", "qwen3-next", "hrm-text", "hy-v4-some-dense", "laguna", "minimax-m3", "step3.5")
-    for family in known((*families, "mistral-large4", "muse-glimmer", "muse-spark")):
+    for family in known((*families, "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next-shared")):
         changes = {"layer_types": [FULL, SLIDING, FULL]} if family == "step3.5" else {}
         with tempfile.TemporaryDirectory() as folder:
             path = write_checkpoint(family, Path(folder), **changes)

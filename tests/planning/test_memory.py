@@ -43,7 +43,7 @@ from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
 from tests.engine.harness import make_engine
 from tests.engine.tiny import write_checkpoint
-from tests.planning.test_model_shape import INDEX, LAGUNA, LARGE4_SHARED, MINIMAX_M3, MUSE_SPARK, STEP, of
+from tests.planning.test_model_shape import GLM5_NEXT, INDEX, LAGUNA, LARGE4_SHARED, MINIMAX_M3, MUSE_SPARK, STEP, of
 from tests.planning.test_model_shape import LATENT as SPARSE
 
 GIB = 1 << 30
@@ -157,6 +157,7 @@ NEWEST = [
     of("axk2", **SPARSE, **INDEX, mlp_layer_types=["sparse", "dense", "sparse"], gated_norm_rank=6),
     of("hy_v4", **SPARSE, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
     {**of("mistral_large4_text", **SPARSE), **LARGE4_SHARED},
+    {**of("glm5_next_text"), **GLM5_NEXT},
     of("hrm_text", num_hidden_layers=2, H_cycles=2, L_cycles=3, num_key_value_heads=4),
     of("laguna", **LAGUNA, num_attention_heads_per_layer=[4, 2, 6]),
     of("muse_glimmer_text"),
@@ -220,6 +221,7 @@ def test_shares_are_the_engines() -> None:
         "laguna",
         "mistral-large4",
         "muse-spark",
+        "glm5-next",
     ],
 )
 def test_rows_of_the_largest_captured_step_are_those_of_the_engine(family: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench import shapes as bench_shapes
+from penstock.engine.kv.kinds import BothKinds
 from penstock.engine.loading.random_checkpoint import tensor_shapes
 from penstock.engine.models.families import FAMILIES, read_config
 from penstock.engine.parallel.cache_parts import CacheParts
@@ -22,7 +23,7 @@ from penstock.errors import CheckpointError, ConfigError, SourceError
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment
-from penstock.planning.memory import kv_block_bytes
+from penstock.planning.memory import kv_block_bytes, state_bytes
 from penstock.planning.model_shape import known_config, known_models, model_shape, with_layers
 from tests.engine.loading.gguf_files import write_gguf
 
@@ -36,6 +37,7 @@ TINY: dict[str, Any] = {
 OVER_LATENTS = (
     "deepseek_v2", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "axk1", "minicpm3",
     "youtu", "mistral4", "axk2", "hy_v4", "mistral_large4_text",
+    "glm5_next_text",
 )  # fmt: skip
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -49,6 +51,12 @@ LARGE4: dict[str, Any] = {key: value for key, value in INDEX.items() if key != "
 LARGE4_SHARED = LARGE4 | {
     "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 0], "kv_source_layers": [0, 1, 2, 1, 1],
     "indexer_types": ["full"] * 4 + ["shared"],
+}  # fmt: skip
+GLM5_NEXT = {
+    **{key: value for key, value in LATENT.items() if key not in ("qk_rope_head_dim", "head_dim")},
+    **{key: value for key, value in INDEX.items() if key != "first_k_dense_replace"}, "index_kpool": 6, "hc_mult": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "linear_num_heads": 2,
+    "linear_head_dim": 24, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_key_value_heads": 4,
 }  # fmt: skip
 LAGUNA = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
@@ -165,6 +173,9 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("hy_v4", **LATENT, **INDEX, indexer_types=["full", "full", "shared"], hc_mult=3),
         {**of("mistral_large4_text", **LATENT), **LARGE4},
         {**of("mistral_large4_text", **LATENT), **LARGE4_SHARED},
+        {**of("glm5_next_text"), **GLM5_NEXT},
+        {**of("glm5_next_text"), **GLM5_NEXT, "indexer_types": ["full", "full", "shared"], "attention_bias": True},
+        {**of("glm5_next_text"), **GLM5_NEXT, "layer_types": ["full_attention"] * 3, "n_shared_experts": 2},
         of("dots1", **CORRECTED, first_k_dense_replace=1),
         of("arcee", attention_bias=True, mlp_bias=True),
         of("granitemoeshared", **EXPERTS, attention_bias=True),
@@ -256,6 +267,20 @@ def test_latents_of_two_widths_and_of_other_layers(stage: int) -> None:
     assert kv_block_bytes(of_stages, stage) == sum(kind.block_bytes for kind in own)
     with pytest.raises(ConfigError, match="3 is more than the 2 layers of tiny with an indexer"):
         replace(of_stages, pipeline_parallel=3)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_indexers_of_pools_keep_a_key_for_several_tokens_and_a_state(stage: int) -> None:
+    config = {**of("glm5_next_text"), **GLM5_NEXT}
+    shape = shape_of_config(config, "tiny")
+    kinds = KindParts(read_config(config), 16, torch.int8, torch.bfloat16).whole().kinds
+    deployment = Deployment(
+        shape=shape, device=device("h100"), kv_dtype="int8", block_size=16, pipeline_parallel=2, tensor_parallel=2
+    )
+    own = kinds[:1] if stage == 0 else kinds[1:]
+    assert kv_block_bytes(deployment, stage) == sum(kind.block_bytes for kind in own)
+    halves = [kind.state_bytes // (1 if isinstance(kind, BothKinds) else 2) for kind in own]
+    assert state_bytes(deployment, stage) == sum(halves) > 0, "heads of delta nets are shared out, pools are not"
 
 
 def test_windows_bound_what_attention_reads() -> None:

@@ -23,6 +23,13 @@ class IndexConfig:
     normed_inputs: bool = False
     """Whether its queries are made of what the layer reads, behind a LayerNorm, not of the vector that queries of
     attention are made of."""
+    rate: int = 0
+    """Tokens that are chosen together (see `PooledIndexOps`), by which `most` can be divided; 0: each by itself."""
+
+    @property
+    def everything(self) -> int:
+        """The longest context of which a token sees all, itself included."""
+        return self.most + max(0, self.rate - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,11 @@ class LatentConfig:
     def shares(self, layer: int) -> bool:
         """Whether a layer attends to the latents of another."""
         return bool(self.sources) and self.sources[layer] != layer
+
+    @property
+    def pooled(self) -> bool:
+        """Whether tokens are chosen together, so that layers with an indexer keep a state."""
+        return self.index is not None and self.index.rate > 0
 
     @property
     def uniform(self) -> bool:

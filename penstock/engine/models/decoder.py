@@ -101,7 +101,7 @@ class Decoder(ABC):
         """The longest context of steps that may be recorded or captured together: those with longer ones compute
         something else, and are launched or have graphs of their own. None: any."""
         latent = self.config.latent
-        return None if latent is None or latent.index is None else latent.index.most
+        return None if latent is None or latent.index is None else latent.index.everything
 
     @property
     def chained(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from penstock.engine.models.attention_config import CompressionConfig
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
 from penstock.engine.models.layers.experts import StepTokens
-from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead
+from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead, mean_of
 from penstock.engine.models.layers.linear import WideLinear
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.llama import compose_feed_forward
@@ -35,7 +36,7 @@ class StreamsLayer(DecoderLayer):
     around_feed_forward: HyperConnection
     tokens: StepTokens
     """What its router reads, where it looks experts up."""
-    head: StreamsHead | None
+    head: Callable[[Tensor], Tensor] | None
     """Behind the last layer of all."""
 
 
@@ -109,8 +110,10 @@ def _connection(context: LayerContext, name: str) -> HyperConnection:
     )
 
 
-def _head(context: LayerContext) -> StreamsHead:
+def _head(context: LayerContext) -> Callable[[Tensor], Tensor]:
     read, streams, ops = context.read, _streams(context), context.read.backend.ops
+    if streams.averaged:
+        return mean_of
     at, count = f"{context.prefix.removesuffix(f'layers.{context.index}.')}hc_head.hc_", streams.count
     return StreamsHead(
         weight=read.get(f"{at}fn", count, count * context.config.hidden_size, dtype=torch.float32),

@@ -18,20 +18,25 @@ from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
 FORGET = "forget_gate."
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+CONVOLUTION = "conv1d"
 RATE, DECAY_DOWN, GATE_DOWN = "b_proj", f"{FORGET}f_a_proj", "g_a_proj"
 DECAY_UP, GATE_UP, OUTPUT = f"{FORGET}f_b_proj", "g_b_proj", "o_proj"
 
 
 def compose_layer(context: LayerContext) -> DecoderLayer:
     read, names, prefix, config = context.read, context.names, context.prefix, context.config
-    recurrent = config.delta is not None and config.delta.layers[context.index]
-    mixer: TokenMixer = compose_delta_net(context) if recurrent else latent.compose_attention(context)
     return DecoderLayer(
         mixer_norm=read.norm(prefix + names.mixer_norm, config.hidden_size),
-        mixer=mixer,
+        mixer=compose_mixer(context),
         feed_forward_norm=read.norm(prefix + names.feed_forward_norm, config.hidden_size),
         feed_forward=compose_feed_forward(context),
     )
+
+
+def compose_mixer(context: LayerContext) -> TokenMixer:
+    delta = context.config.delta
+    recurrent = delta is not None and delta.layers[context.index]
+    return compose_delta_net(context) if recurrent else latent.compose_attention(context)
 
 
 def compose_delta_net(context: LayerContext) -> ChannelDeltaNet:
@@ -40,10 +45,16 @@ def compose_delta_net(context: LayerContext) -> ChannelDeltaNet:
     assert delta is not None
     heads, dim = delta.k_heads, delta.k_dim
     wide = heads * dim
-    layout = DeltaLayout(heads, heads, dim, dim, delta.conv, grouped=False, by_channel=True, sigmoid_gate=True)
+    layout = DeltaLayout(
+        heads, heads, dim, dim, delta.conv, grouped=False, by_channel=True, sigmoid_gate=True, lowest=delta.lowest
+    )
     mix, gates = dict.fromkeys(QUERY_KEY_VALUE, wide), {RATE: heads, DECAY_DOWN: dim, GATE_DOWN: dim}
     stacked, dense = read.all_dense, read.dense()
-    conv = [read.get(f"{at}{name}.weight", wide, 1, delta.conv, dtype=torch.float32) for name in CONVOLUTIONS]
+    # The reference keeps them in one tensor, in memory.
+    stored = dict.fromkeys(CONVOLUTIONS, wide)
+    if read.stores(f"{at}{CONVOLUTION}.weight"):
+        stored = {CONVOLUTION: 3 * wide}
+    conv = [read.get(f"{at}{name}.weight", rows, 1, delta.conv, dtype=torch.float32) for name, rows in stored.items()]
     return ChannelDeltaNet(
         ops=read.backend.ops,
         delta_ops=read.backend.ops,
@@ -53,7 +64,7 @@ def compose_delta_net(context: LayerContext) -> ChannelDeltaNet:
         layout=layout,
         weights=DeltaWeights(
             conv=torch.cat(conv).reshape(-1, delta.conv),
-            decay=-read.get(f"{at}{FORGET}A_log", 1, 1, heads, 1, dtype=torch.float32).view(heads).exp(),
+            decay=-read.get(f"{at}{FORGET}A_log", *delta.rate_shape, dtype=torch.float32).view(heads).exp(),
             decay_bias=read.get(f"{at}{FORGET}dt_bias", wide, dtype=torch.float32),
             norm=read.unshifted(f"{at}o_norm", dim),
             eps=config.rms_eps,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,12 @@ from penstock.engine.backends.interface import HeadScales, IndexLayout, IndexNor
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.composed import StackedLinear
-from penstock.engine.models.layers.indexer import Indexer
+from penstock.engine.models.layers.indexer import Indexer, PooledIndexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear, WideLinear
 from penstock.engine.models.layers.rotary import log_positions, query_scales
 from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
+from penstock.engine.models.weights import WeightReader
 from penstock.errors import CheckpointError
 
 QUERY, QUERY_DOWN, QUERY_UP = "q_proj", "q_a_proj", "q_b_proj"
@@ -21,6 +24,7 @@ LATENT, LATENT_UP, OUTPUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 QUERY_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
 INDEXER, INDEX_QUERIES, INDEX_KEYS = "indexer.", "wq_b", "wk"
 INDEX_NORM, INDEX_WEIGHTS, INDEX_INPUT_NORM = "k_norm", "weights_proj", "q_input_norm"
+POOL_GATES, POOL_BIAS = "index_kpool_compress_gate", "index_kpool_compress_ape"
 SCALES = "softmax_scaling"
 """Of the factors of queries, in attention and in its indexer."""
 
@@ -92,7 +96,7 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         head_scales=compose_scales(context, prefix, heads) if latent.head_scales else None,
         source=latent.sources[context.index] if shares else None,
         cache_scale=_cache_scale(context) if context.fp8_cache else None,
-        most=None if index is None else index.most,
+        most=None if index is None else index.everything,
         indexer=None if index is None or not index.layers[context.index] else compose_indexer(context, prefix),
         gated_queries=latent.gated_queries,
         output_gate=read.linear(prefix, gate, hidden) if config.output_gate else None,
@@ -128,7 +132,7 @@ def compose_indexer(context: LayerContext, attention: str) -> Indexer:
     def norm(name: str, size: int, eps: float) -> IndexNorm:
         return IndexNorm(read.get(f"{at}{name}.weight", size), read.get(f"{at}{name}.bias", size), eps)
 
-    return Indexer(
+    made = Indexer(
         ops=ops,
         layout=IndexLayout(
             index.heads,
@@ -148,6 +152,16 @@ def compose_indexer(context: LayerContext, attention: str) -> Indexer:
         cos_sin=context.cos_sin,
         input_norm=norm(INDEX_INPUT_NORM, hidden, index.norm_eps) if index.normed_inputs else None,
         scales=compose_scales(context, at, index.heads) if latent.head_scales else None,
+    )
+    return made if not index.rate else _compose_pools(read, at, made, index.rate, hidden)
+
+
+def _compose_pools(read: WeightReader, at: str, of: Indexer, rate: int, hidden: int) -> PooledIndexer:
+    dim = of.layout.dim
+    return PooledIndexer(
+        **{field.name: getattr(of, field.name) for field in fields(Indexer)},
+        gates=read.backend.linear(read.get(at + POOL_GATES, dim, hidden)),
+        bias=read.get(at + POOL_BIAS, rate, dim, dtype=torch.float32),
     )
 
 

@@ -38,6 +38,8 @@ class StreamsConfig:
     """The largest factor of what is added to a stream."""
     eps_added: bool = False
     """Whether `eps` is in that factor too."""
+    averaged: bool = False
+    """Whether the streams' plain mean leaves the last layer, not a sum whose weights are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +349,8 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
-        return any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
+        pooled = self.latent is not None and self.latent.pooled
+        return pooled or any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
 
     @property
     def stage_starts(self) -> tuple[bool, ...]:
@@ -357,7 +360,9 @@ class ModelConfig:
         if latent is None or latent.index is None:
             return ()
         sources = latent.sources or range(self.num_layers)
-        return tuple(own and min(sources[at:]) >= at for at, own in enumerate(latent.index.layers))
+        recurrent = (False,) * self.num_layers if self.delta is None else self.delta.layers
+        starts = (own or other for own, other in zip(latent.index.layers, recurrent, strict=True))
+        return tuple(may and min(sources[at:]) >= at for at, may in enumerate(starts))
 
     @property
     def plain_layers(self) -> bool:

@@ -27,6 +27,15 @@ class DeltaConfig:
     numbers, which all heads share."""
     sigmoid_gate: bool = False
     """Whether output gates are sigmoids, not SiLUs."""
+    lowest: float = 0.0
+    """The least logarithm of a decay; 0: there is none. See `DeltaLayout`."""
+
+    flat_rates: bool = False
+    """Whether the tensor of decay rates has one dimension; with `by_channel` alone, others have four."""
+
+    @property
+    def rate_shape(self) -> tuple[int, ...]:
+        return (self.v_heads,) if self.flat_rates else (1, 1, self.v_heads, 1)
 
     def __post_init__(self) -> None:
         if self.v_heads % self.k_heads:

@@ -71,6 +71,7 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(model_type="glm4v", decoder="glm4v_text", fixed=True, tied_by="either"),
         Wrapper(model_type="glm4v_moe", decoder="glm4v_moe_text", fixed=True, tied_by="either"),
         Wrapper(model_type="glm46v", decoder="glm4v_text"),
+        Wrapper(model_type="glm5_next", decoder="glm5_next_text", fixed=True, flat=True),
         Wrapper(model_type="glm_ocr", decoder="glm_ocr_text", fixed=True, tied_by="either"),
         # Around any decoder
         Wrapper(model_type="internvl", decoder="qwen2"),

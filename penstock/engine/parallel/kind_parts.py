@@ -27,6 +27,7 @@ from penstock.engine.kv.kinds import (
 from penstock.engine.models.attention_config import LatentConfig
 from penstock.engine.models.layers import compressed_attention, ngrams
 from penstock.engine.models.layers.block_attention import with_index_keys
+from penstock.engine.models.layers.indexer import pool_keys_kind
 from penstock.engine.models.layers.sparse_block_attention import with_token_keys
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, stage_span
@@ -95,11 +96,15 @@ class KindParts(CacheParts):
 
     def _latents(self, latent: LatentConfig, layer: int) -> CacheKind:
         size, index = self.block_size, latent.index
+        if self._recurrent[layer]:
+            return self._state()
         kept: CacheKind = PagedLatent(latent.cached_in(layer), size, self.kv_dtype)
         if latent.shares(layer):
             kept = OfLayer(latent.sources[layer])
         if index is None or not index.layers[layer]:
             return kept
+        if index.rate:
+            return BothKinds(kept, pool_keys_kind(index.dim, index.rate, size, self.dtype))
         return BothKinds(kept, PagedRows(index.dim, size, self.dtype))
 
     def _part(self, place: Place, *, states: bool) -> PartInRuns:

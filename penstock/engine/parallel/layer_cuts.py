@@ -12,7 +12,7 @@ from penstock.engine.models.attention_config import LatentConfig
 from penstock.engine.models.deepseek_v4 import OUTPUT as COMPRESSED_OUTPUT
 from penstock.engine.models.deepseek_v4 import OUTPUT_DOWN
 from penstock.engine.models.families import family_of
-from penstock.engine.models.kimi_linear import CONVOLUTIONS, DECAY_UP, GATE_UP, QUERY_KEY_VALUE, RATE
+from penstock.engine.models.kimi_linear import CONVOLUTION, CONVOLUTIONS, DECAY_UP, GATE_UP, QUERY_KEY_VALUE, RATE
 from penstock.engine.models.kimi_linear import OUTPUT as DELTA_OUTPUT
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP, SCALES
 from penstock.engine.models.model_config import ModelConfig
@@ -122,9 +122,11 @@ def channel_delta_cuts(delta: DeltaConfig, place: Place) -> dict[str, Cut]:
     output gates go through is everywhere."""
     begin, end = even_span(delta.k_heads, place)
     wide = begin * delta.k_dim, end * delta.k_dim
+    parts = tuple(shifted(wide, part * delta.k_heads * delta.k_dim) for part in range(3))
     by_channel = (*QUERY_KEY_VALUE, *CONVOLUTIONS, DECAY_UP.rpartition(".")[2], GATE_UP, "dt_bias")
     return {
         **dict.fromkeys(by_channel, Cut(outputs=(wide,))),
+        CONVOLUTION: Cut(outputs=parts),
         **dict.fromkeys((RATE, "A_log"), Cut(outputs=((begin, end),))),
         DELTA_OUTPUT: Cut(inputs=wide),
     }

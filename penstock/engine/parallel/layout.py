@@ -88,8 +88,9 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
             "tensor_parallel"
         )
     if model.stage_starts and pipeline > sum(model.stage_starts):
+        with_one = "with an indexer" if model.delta is None else "with an indexer or a delta net"
         raise ConfigError(
-            f"pipeline_parallel: {pipeline} stages are more than the {sum(model.stage_starts)} layers with an indexer "
+            f"pipeline_parallel: {pipeline} stages are more than the {sum(model.stage_starts)} layers {with_one} "
             "behind which no layer attends to latents of those before; the others attend to what a layer before them "
             "chose or keeps, so that no stage begins with them"
         )

@@ -164,5 +164,5 @@ def cache_parts(part: Part, place: Place) -> CacheParts:
         return SiteParts(*sizes, sites=sites)
     model = part.model
     several = (model.compression, model.block_index, model.sparse_blocks) != (None, None, None)
-    several = several or (model.latent is not None and not model.latent.uniform)
+    several = several or (model.latent is not None and (model.latent.pooled or not model.latent.uniform))
     return KindParts(*sizes) if several else CacheParts(*sizes)

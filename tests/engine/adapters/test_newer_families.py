@@ -26,7 +26,7 @@ from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark")
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next")
 BRIEFLY = FAMILIES[:4]
 """In the quick suite these alone, where it has several."""
 WITHOUT_EXPERTS = ("hrm-text", "muse-glimmer")
@@ -40,6 +40,7 @@ GRIDS = {
     "mistral-large4": (2, 2),
     "muse-glimmer": (2, 2),
     "muse-spark": (2, 2),
+    "glm5-next": (2, 2),
 }
 EVERY: dict[str, list[str]] = {
     "axk2": ["q_a_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj",
@@ -52,6 +53,9 @@ EVERY: dict[str, list[str]] = {
                        "gate_proj", "up_proj", "down_proj"],
     "muse-glimmer": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "muse-spark": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "pre_expert_proj", "post_expert_proj"],
+    "glm5-next": ["q_proj", "k_proj", "v_proj", "o_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
+                  "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj",
+                  "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
 """Of each, all that PEFT calls a linear."""
 NORMS = {
@@ -61,9 +65,10 @@ NORMS = {
     "muse-glimmer": ["model.norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                      "post_feedforward_layernorm"],
     "muse-spark": ["model.norm", "input_layernorm", "pre_feedforward_layernorm"],
+    "glm5-next": ["model.norm", "input_layernorm", "post_attention_layernorm"],
     "step3.5": ["model.norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"],
 }  # fmt: skip
-NOT_OF_LINEARS = ("k_norm.bias", "q_input_norm.bias", "softmax_scaling.bias")
+NOT_OF_LINEARS = ("k_norm.bias", "q_input_norm.bias", "softmax_scaling.bias", "dt_bias")
 """Biases that PEFT trains with all others."""
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
@@ -179,7 +184,7 @@ def test_ranks_give_the_same(tmp_path: Path, family: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"attention_parallel": "data"}, {}], ids=str)
-@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4", "muse-spark"])
+@pytest.mark.parametrize("family", ["axk2", "hy-v4", "mistral-large4", "muse-spark", "glm5-next"])
 def test_ranks_that_share_otherwise_give_the_same(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     base = write_checkpoint(family, tmp_path / "base")
     trained(base, tmp_path / "tuned", family, "experts")
@@ -291,6 +296,14 @@ def test_modules_that_a_model_does_not_have(tmp_path: Path, family: str, old: st
         ("axk2", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("hy-v4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
         ("mistral-large4", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        ("glm5-next", "PrefixTuningConfig", PREFIX, "prefix tuning needs a model"),
+        (
+            "glm5-next",
+            "LoraConfig",
+            {**LORA, "target_parameters": ["index_kpool_compress_gate"]},
+            "cannot apply .*indexer",
+        ),
+        ("glm5-next", "LoraConfig", {**LORA, "modules_to_save": ["o_norm"]}, "cannot apply .*o_norm"),
         ("mistral-large4", "LoraConfig", {**LORA, "modules_to_save": ["kv_a_layernorm"]}, "cannot apply .*kv_a_lay"),
         (
             "muse-spark",

@@ -136,6 +136,7 @@ def test_states_of_other_layers_cross_too(tmp_path: Path, giving: tuple[int, int
 SEVERAL = {
     "deepseek-v4": {},
     "qwen4-exp": {"ple_layer_ids": [1, 4]},
+    "glm5-next": {},
 }
 """Families whose layers keep things of several kinds, and sizes with which stages have them in other orders."""
 

@@ -216,6 +216,12 @@ BASES: dict[str, dict[str, Any]] = {
                     "num_experts": 6, "num_experts_per_token": 2, "num_shared_experts": 1, "num_expert_group": 3,
                     "layer_types": ["linear_attention", FULL, "linear_attention", FULL], "linear_head_dim": 8,
                     "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "rope_theta": ABSENT},
+    "glm5_next_text": {**{key: value for key, value in DSA.items() if key not in (
+                           "first_k_dense_replace", "qk_rope_head_dim")},
+                       "layer_types": ["linear_attention", "indexed_attention"] * 2, "index_kpool": 4,
+                       "index_n_heads": 25,
+                       "linear_head_dim": 8, "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "swiglu_limit": 2.0,
+                       "hc_sinkhorn_iters": 5, "hc_eps": 1e-3, "rope_theta": ABSENT},
     "mellum": {"hidden_act": "silu", "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
                "moe_intermediate_size": 16, "sliding_window": 20, "layer_types": [FULL, SLIDING] * 2,
                "rope_theta": ABSENT,
@@ -291,6 +297,10 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     # Few heads leave many scores at zero, and which of equals the reference chooses depends on how many there are.
     "index_n_heads": (24, 13, 0, 12.0, None),
     "indexer_n_heads": (24, 13, 0, 12.0, None),
+    "index_kpool": (1, 2, 5, 10, 3, 0, None, 4.0),
+    "linear_lower_bound": (-1.0, -20, None, 0.0, "x"),
+    "linear_attn_config": ({"head_dim": 6}, {"gate_lower_bound": None}, {"gate_lower_bound": None, "safe_gate": False},
+                           {"num_heads": 3, "short_conv_kernel_size": 2}, {"full_attn_layers": [1]}, {}, None, [1]),
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
     "layer_types": LAYER_TYPES,
@@ -390,6 +400,18 @@ PAIRS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 OWN: dict[str, tuple[dict[str, Any], ...]] = {
+    "glm5_next_text": (
+        {"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "shared"] * 2},
+        {"layer_types": ["indexed_attention"] * 4, "index_topk_freq": 2},
+        {"layer_types": ["indexed_attention"] * 4, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {"layer_types": ["indexed_attention"] * 4, "index_topk_pattern": "FSFF"},
+        *({"indexer_types": kinds} for kinds in (["full"] * 4, ["shared", "full"] * 2, ["full"] * 3, "full")),
+        {"layer_types": ["linear_attention"] * 2 + ["indexed_attention", FULL]},
+        {"index_kpool": 1, "index_kpool_always_select_tail": False}, {"index_kpool": 20}, {"index_topk": 100},
+        {"linear_attn_config": {"gate_lower_bound": None}, "linear_lower_bound": -2.0},
+        {"linear_attn_config": {}, "linear_lower_bound": None},
+        {"mlp_layer_types": ["sparse"] * 4, "num_local_experts": 9, "n_group": 1, "topk_group": 1},
+    ),
     "step3p5": (
         {"layer_types": [FULL, SLIDING] * 2 + [SLIDING], "num_nextn_predict_layers": 1},
         {"rope_theta": [90.0, 700.0] * 2 + [3.0], "swiglu_limits": [0.2] * 5, "num_nextn_predict_layers": 1},

@@ -90,6 +90,7 @@ def _of_decoder(name: str) -> bool:
         pytest.param("hunyuan_vl", str, marks=pytest.mark.slow),
         pytest.param("minimax_m3_vl", str, marks=pytest.mark.slow),
         pytest.param("mistral_large4", str, marks=pytest.mark.slow),
+        pytest.param("glm5_next", str, marks=pytest.mark.slow),
     ],
 )
 def test_other_layouts_of_tensors(name: str, rename: Callable[[str], str], tmp_path: Path) -> None:

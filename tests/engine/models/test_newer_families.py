@@ -17,7 +17,7 @@ from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 PROMPT = [(j * 31 + 7) % 199 for j in range(60)]
-FAMILIES = ("axk2", "hy-v4", "hrm-text", "mimo-v2-flash", "laguna", "mistral-large4")
+FAMILIES = ("axk2", "hy-v4", "hrm-text", "mimo-v2-flash", "laguna", "mistral-large4", "glm5-next")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,6 +53,7 @@ def test_an_expert_outside_of_the_best_groups_goes_before_one_that_scores_below_
         ("mistral-large4", {"speculation": "mtp"}, "no MTP layer"),
         ("muse-glimmer", {"speculation": "mtp"}, "no MTP layer"),
         ("muse-spark", {"speculation": "mtp"}, "no MTP layer"),
+        ("glm5-next", {"speculation": "mtp"}, "no MTP layer"),
         ("hrm-text", {"speculation": "mtp"}, "not available for hrm_text models, whose layers run several times"),
     ],
 )

@@ -69,8 +69,7 @@ class ScalingBackend(ReferenceBackend):
         "llama-gqa", "gemma2", "qwen3-moe", "afmoe", "deepseek-v3", "deepseek-v32", "qwen3-next", "gpt-oss", "axk2",
         "hy-v4", "hrm-text", "deepseek-v4", "qwen4-exp", "kimi-linear", "granite4-hybrid", "falcon-h1", "nemotron-h",
         "lfm2-moe", "gemma4-small", "gemma4-experts", "cohere2", "phi", "llama4", "mimo-v2-flash", "laguna",
-        "laguna-elements", "minimax-m3", "step3.5", "mistral-large4", "muse-glimmer",
-        "muse-spark",
+        "laguna-elements", "minimax-m3", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next",
     ],
 )  # fmt: skip
 def test_linears_that_stay_dense_get_plain_numbers(

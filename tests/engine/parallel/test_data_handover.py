@@ -124,7 +124,7 @@ def test_with_other_settings(folder_of: Callable[[str], Path], settings: dict[st
 
 
 @slow
-@pytest.mark.parametrize("family", ["qwen3-next", "deepseek-v3", "qwen4-exp", "deepseek-v4"])
+@pytest.mark.parametrize("family", ["qwen3-next", "deepseek-v3", "qwen4-exp", "deepseek-v4", "glm5-next"])
 @pytest.mark.parametrize(("giving", "taking"), [(BY_SEQUENCES, BY_SEQUENCES), (ONE, STAGES), (STAGES, ONE)])
 def test_states_latents_and_entries(folder_of: Callable[[str], Path], family: str, giving: Grid, taking: Grid) -> None:
     check(folder_of(family), giving, taking)

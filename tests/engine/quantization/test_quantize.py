@@ -149,6 +149,7 @@ def test_gptq_and_awq_models_are_closer_to_the_original_than_a_rounded_one(model
                 "mistral-large4-own",
                 "muse-glimmer",
                 "muse-spark-some-dense",
+                "glm5-next-shared",
             )
         ),
     ],
@@ -300,7 +301,17 @@ def test_gptq_words_hold_what_other_programs_expect(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-gqa", "gemma4-small", "deepseek-v4", "glm-dsa", "qwen4-exp", "mistral-large4", "muse-spark"]
+    "family",
+    [
+        "llama-gqa",
+        "gemma4-small",
+        "deepseek-v4",
+        "glm-dsa",
+        "qwen4-exp",
+        "mistral-large4",
+        "muse-spark",
+        pytest.param("glm5-next", marks=pytest.mark.slow),
+    ],
 )
 def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     """What calibration computes between layers is what the decoder computes in one go, also where upper layers attend
@@ -316,7 +327,7 @@ def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     layers, seen = reference.model.layers, list[Tensor]()
     assert list(calibrate(open_checkpoint(model), windows, look, CPU, 1)) == list(range(1, len(layers) + 1))
     attention = layers[-1].self_attn
-    first = attention.q_a_proj if family in ("deepseek-v4", "glm-dsa") else attention.q_proj
+    first = attention.q_a_proj if family in ("deepseek-v4", "glm-dsa", "glm5-next") else attention.q_proj
     first.register_forward_hook(lambda _m, args, _o: seen.extend(args[0]))
     with torch.inference_mode():
         reference(torch.tensor(windows))

@@ -240,7 +240,7 @@ def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
         assert_idle(engine)
 
 
-@pytest.mark.parametrize("family", ["qwen4-exp", "deepseek-v4", "hy-v4"])
+@pytest.mark.parametrize("family", ["qwen4-exp", "deepseek-v4", "hy-v4", "glm5-next"])
 def test_a_head_has_one_stream_to_read(head: Path, tmp_path: Path, family: str) -> None:
     with pytest.raises(ConfigError, match=r"a head reads one residual stream, and these have \d"):
         drafting(write_checkpoint(family, tmp_path), head)

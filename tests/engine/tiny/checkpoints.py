@@ -32,6 +32,10 @@ if hasattr(transformers, "MuseSparkTextConfig"):
 
     AutoModelForCausalLM._model_mapping._extra_content[transformers.MuseGlimmerTextConfig] = MuseGlimmerForCausalLM
     AutoModelForCausalLM._model_mapping._extra_content[transformers.MuseSparkTextConfig] = MuseSparkForCausalLM
+if hasattr(transformers, "Glm5NextTextConfig"):
+    from tests.engine.tiny.glm5_next import Glm5NextForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[transformers.Glm5NextTextConfig] = Glm5NextForCausalLM
 
 
 def write_checkpoint(
@@ -85,9 +89,11 @@ def _write(family: str, folder: Path, config: Any, shard_size: str, spread: floa
                 parameter.normal_(1, 0.2)
             elif key.endswith((".A_log", ".D", ".alpha_p", ".alpha_n")):
                 parameter.normal_(0, 0.7)
+            elif key.endswith("index_kpool_compress_gate"):
+                parameter.normal_(0, 0.3)
             elif key.endswith("z_L_init"):
                 parameter.normal_(0, 1)
-            elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight")):
+            elif key.endswith(("_hc.base", "hc_head.hc_base", "ple.conv1d.weight", "index_kpool_compress_ape")):
                 parameter.normal_(0, 0.5)
             else:
                 parameter.mul_(spread)

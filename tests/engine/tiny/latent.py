@@ -42,6 +42,13 @@ MISTRAL_LARGE4: dict[str, Any] = {
     "indexer_types": ["full", "full", "full", "full", "shared"], "no_rope_layers": [1, 0, 1, 0, 0],
     "kv_source_layers": [0, 1, 2, 1, 1], "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
 }  # fmt: skip
+GLM5_NEXT: dict[str, Any] = {
+    "num_hidden_layers": 5, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+    "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "layer_types": [*["linear_attention"] * 2, "indexed_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", *["sparse"] * 4], "index_topk": 24, "index_head_dim": 12, "index_n_heads": 16,
+    "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4, "swiglu_limit": 1.5, "hc_sinkhorn_iters": 4,
+}  # fmt: skip
 GLM4_LITE: dict[str, Any] = {
     **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}, **CORRECTED,
 }  # fmt: skip
@@ -150,6 +157,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "rms_norm_eps": 1e-3,
             "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "glm5-next": ("Glm5NextTextConfig", GLM5_NEXT),
+    "glm5-next-shared": (
+        "Glm5NextTextConfig",
+        {
+            **GLM5_NEXT,
+            "layer_types": ["indexed_attention"] * 2 + ["linear_attention"] + ["indexed_attention"] * 2,
+            "indexer_types": ["full", "shared", "shared", "full", "shared"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense", "sparse"],
+            "index_kpool": 6,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "q_lora_rank": 32,
+            "v_head_dim": 16,
+            "index_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "linear_conv_kernel_dim": 3,
+            "linear_head_dim": 32,
+            "linear_num_heads": 2,
+            "linear_lower_bound": None,
+            "hc_mult": 3,
+            "hc_eps": 1e-3,
+            "rms_norm_eps": 1e-3,
         },
     ),
     "hy-v4": ("HYV4Config", HY_V4),

@@ -143,7 +143,7 @@ class LatentOps(PlainIndexing):
         chosen: Chosen,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if sinks is not None:
+        if sinks is not None or isinstance(chosen, tuple):  # chosen in PyTorch
             return PlainIndexing.attend_chosen(
                 self, q, kv, layout, weights, cos_sin, batch, cache, scales, added, chosen, sinks
             )

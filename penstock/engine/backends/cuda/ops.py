@@ -51,13 +51,14 @@ from penstock.engine.backends.interface import (
 )
 from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
+from penstock.engine.backends.reference.pooled_index import PlainPooledIndexing
 from penstock.engine.backends.reference.sparse_blocks import PlainSparseBlocks
 from penstock.engine.backends.reference.values import pad_values
 
 log = logging.getLogger(__name__)
 
 
-class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression, PlainSparseBlocks):
+class TritonOps(LatentOps, PlainBlockIndexing, PlainCompression, PlainPooledIndexing, PlainSparseBlocks):
     """See `Ops`."""
 
     wide_stream = False

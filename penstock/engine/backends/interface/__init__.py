@@ -82,6 +82,7 @@ from penstock.engine.backends.interface.indexer import (
 )
 from penstock.engine.backends.interface.links import Link, apply_links
 from penstock.engine.backends.interface.operations import LinkedProducts, Ops
+from penstock.engine.backends.interface.pooled_index import PooledIndexLayout, PooledIndexOps
 from penstock.engine.backends.interface.recurrence import (
     DeltaLayout,
     DeltaWeights,
@@ -146,6 +147,8 @@ __all__ = [
     "Pointwise",
     "PoolInputs",
     "PoolState",
+    "PooledIndexLayout",
+    "PooledIndexOps",
     "RecurrentOps",
     "SamplingOps",
     "ShortConvWeights",

@@ -42,8 +42,8 @@ class PoolInputs(NamedTuple):
     """[T, width]: scores of the softmax, without the bias."""
     bias: Tensor
     """float32 [rate, width]: added to the gates, by a token's place in its group."""
-    norm: Tensor
-    """The weights of the RMSNorm of an entry."""
+    norm: Tensor | None = None
+    """The weights of the RMSNorm of an entry; None: it is not normalized."""
 
 
 class EntryIndex(NamedTuple):

@@ -14,6 +14,7 @@ from penstock.engine.backends.interface.block_index import BlockIndexOps
 from penstock.engine.backends.interface.compression import CompressionOps
 from penstock.engine.backends.interface.indexer import IndexOps
 from penstock.engine.backends.interface.links import Link
+from penstock.engine.backends.interface.pooled_index import PooledIndexOps
 from penstock.engine.backends.interface.recurrence import RecurrentOps
 from penstock.engine.backends.interface.sampling import SamplingOps
 from penstock.engine.backends.interface.sparse_blocks import SparseBlockOps
@@ -33,6 +34,7 @@ class Ops(
     BlockIndexOps,
     CompressionOps,
     IndexOps,
+    PooledIndexOps,
     RecurrentOps,
     SamplingOps,
     SparseBlockOps,

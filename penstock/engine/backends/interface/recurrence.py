@@ -30,6 +30,10 @@ class DeltaLayout:
     `grouped`."""
     sigmoid_gate: bool = False
     """Whether output gates are sigmoids, not SiLUs."""
+    lowest: float = 0.0
+    """The least logarithm of a decay, below zero: that many times the sigmoid of exp(A) times what is projected, with
+    its bias. 0: there is none, and the logarithm is -exp(A) times the softplus of what is projected. Only with
+    `by_channel`."""
 
     @property
     def channels(self) -> int:

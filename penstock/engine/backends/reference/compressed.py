@@ -95,7 +95,7 @@ class _Layer:
         layout, index = self.layout, self.index
         numbers, entries = layout.window * layout.head_dim, context // layout.rate if layout.rate else 0
         if index is not None:
-            numbers += entries * (index.heads + index.pool.norm.shape[0])
+            numbers += entries * (index.heads + index.queries.shape[-1])
             entries = min(entries, index.most)
         return max(1, _BYTES // (4 * (numbers + entries * layout.head_dim)))
 
@@ -162,6 +162,7 @@ class _Layer:
         layout = self.layout
         if not len(made):
             return
+        assert inputs.norm is not None
         rows = finished(made, which.flatten() * layout.rate, inputs.norm, layout.eps, self.cos_sin)
         slots = entry_slots(tables, which, layout.rate, entries).flatten()
         store(rows, entries.rows, entries.scales, slots)

@@ -130,7 +130,9 @@ def _heads(mixed: Tensor, b: Tensor, a: Tensor, layout: DeltaLayout, weights: De
     q, k = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + 1e-6) for part in (q, k))
     q, k = (part.repeat_interleave(ratio, 1) for part in (q * layout.k_dim**-0.5, k))
     v = mixed[:, 2 * keys :].reshape(-1, layout.v_heads, layout.v_dim)
-    g = weights.decay.unsqueeze(-1) * F.softplus(a.float() + weights.decay_bias).view(len(a), layout.v_heads, -1)
+    slopes = (a.float() + weights.decay_bias).view(len(a), layout.v_heads, -1)
+    rates = weights.decay.unsqueeze(-1)
+    g = layout.lowest * torch.sigmoid(-rates * slopes) if layout.lowest else rates * F.softplus(slopes)
     return Heads(q, k, v, g, b.float().sigmoid())
 
 

@@ -22,11 +22,12 @@ from penstock.engine.backends.reference import delta, latent, mamba, short_conv
 from penstock.engine.backends.reference.block_index import PlainBlockIndexing
 from penstock.engine.backends.reference.compressed import PlainCompression
 from penstock.engine.backends.reference.indexer import PlainIndexing
+from penstock.engine.backends.reference.pooled_index import PlainPooledIndexing
 from penstock.engine.backends.reference.sparse_blocks import PlainSparseBlocks
 from penstock.engine.backends.reference.values import by_heads, pad_values, scale_heads
 
 
-class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainSparseBlocks):
+class PlainMixers(PlainIndexing, PlainBlockIndexing, PlainCompression, PlainPooledIndexing, PlainSparseBlocks):
     """See `Ops`."""
 
     def latent_attention(

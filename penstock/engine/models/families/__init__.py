@@ -46,6 +46,7 @@ from penstock.engine.models.families.glm import GLM
 from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
+from penstock.engine.models.families.glm5_next import GLM5_NEXT
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
@@ -219,6 +220,7 @@ FAMILIES: dict[str, Family] = {
         MISTRAL_LARGE4,
         MUSE_GLIMMER,
         MUSE_SPARK,
+        GLM5_NEXT,
     )
 }
 """By `model_type`."""

@@ -47,7 +47,7 @@ SPARSE_KEYS = frozenset({
     "num_nextn_predict_layers", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "routed_scaling_factor", "topk_group", "v_head_dim",
 })  # fmt: skip
-_SHARING = frozenset({"indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"})
+SHARING_KEYS = frozenset({"indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"})
 SPARSE_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk"))
 _KIND_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 """What `layer_types` calls these layers now, and what transformers before 5.18 called them."""
@@ -106,7 +106,15 @@ def _experts(raw: HFConfig, layers: tuple[bool, ...]) -> MoeConfig | None:
 
 
 def own_indexers(raw: HFConfig) -> tuple[bool, ...]:
-    """Which layers of GLM-5 have one: named, as a pattern, or every n-th."""
+    """Which layers of GLM-5 have one. See `indexer_kinds`."""
+    own = indexer_kinds(raw)
+    if not own[0]:
+        raise CheckpointError("indexer_types: the first layer must have an indexer, there is none before it to share")
+    return own
+
+
+def indexer_kinds(raw: HFConfig) -> tuple[bool, ...]:
+    """Which layers have an indexer: named, as a pattern, or every n-th."""
     layers, kinds, pattern = layer_count(raw), raw.get("indexer_types"), raw.get("index_topk_pattern")
     if kinds is None and pattern is None:
         every = max(1, count({"index_topk_freq": 1, **raw}, "index_topk_freq"))
@@ -124,8 +132,6 @@ def own_indexers(raw: HFConfig) -> tuple[bool, ...]:
             f"indexer_types (or index_topk_pattern) must say full or shared for each of {layers} layers, "
             f"found {kinds!r:.80}"
         )
-    if kinds[0] != "full":
-        raise CheckpointError("indexer_types: the first layer must have an indexer, there is none before it to share")
     return tuple(kind == "full" for kind in kinds)
 
 
@@ -213,7 +219,7 @@ GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
     class_name="GlmMoeDsaForCausalLM",
     fields=_glm_fields,
-    reads=SPARSE_KEYS | _SHARING,
+    reads=SPARSE_KEYS | SHARING_KEYS,
     limits={**_LIMITS, "indexer_rope_interleave": (True,)},
     gguf=replace(
         _FORMAT,

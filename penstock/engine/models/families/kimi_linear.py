@@ -120,6 +120,11 @@ def own_name(name: str) -> str:
     """transformers writes feed-forwards of dense layers under the name of blocks of experts, too."""
     name = _BLOCK.sub(".mlp.", name)
     name = _MATRIX.sub(lambda found: f"{found[1]}{_EXPERT[found[2]]}.", name)
+    return forget_gate_name(name)
+
+
+def forget_gate_name(name: str) -> str:
+    """Published files have no module of the gate that forgets."""
     return _FORGET.sub(r".self_attn.forget_gate.\1", name)
 
 

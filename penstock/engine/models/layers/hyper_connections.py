@@ -102,6 +102,11 @@ class StreamsHead:
         return _added_up((scores * self.scale + self.base).sigmoid() + self.eps, streams)
 
 
+def mean_of(streams: Tensor) -> Tensor:
+    """The same where no weights are computed. Numbers do not depend on how many tokens there are."""
+    return (reduce(torch.add, streams.float().unbind(1)) / streams.shape[1]).to(streams.dtype)
+
+
 def _singly(streams: Tensor) -> list[Tensor]:
     return [streams[at : at + 1] for at in range(len(streams))]
 

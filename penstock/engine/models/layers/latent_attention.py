@@ -29,7 +29,7 @@ from penstock.engine.backends.interface import (
     LatentWeights,
     Ops,
 )
-from penstock.engine.kv.kinds import BothKinds, CacheKind, OfLayer, PagedLatent, PagedLatentCache, PagedRows
+from penstock.engine.kv.kinds import BothKinds, CacheKind, OfLayer, PagedLatent, PagedLatentCache
 from penstock.engine.models.layers.indexer import Indexer
 from penstock.engine.models.layers.linear import Linear
 
@@ -56,7 +56,8 @@ class LatentAttention:
     additions: LatentAdditions | None = None
     """Adapters of what makes keys and values of latents."""
     most: int | None = None
-    """How many cached tokens a token attends to; None: all."""
+    """The longest context of which a token sees all, itself included; of longer ones it sees what an indexer chooses.
+    None: there is none."""
     query_scales: Tensor | None = None
     """float32 [positions]: what queries are multiplied by."""
     head_scales: HeadScales | None = None
@@ -87,7 +88,7 @@ class LatentAttention:
     @property
     def weight_bytes(self) -> int:
         up = self.weights.up
-        chosen_by = 0 if self.indexer is None else self.indexer.head_weights.weight_bytes
+        chosen_by = 0 if self.indexer is None else self.indexer.weight_bytes
         return sum(linear.weight_bytes for linear in self.linears) + up.numel() * up.element_size() + chosen_by
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
@@ -96,10 +97,10 @@ class LatentAttention:
             latents = OfLayer(self.source)
         if self.indexer is None:
             return latents
-        return BothKinds(latents, PagedRows(self.indexer.layout.dim, block_size, self.weights.norm.dtype))
+        return BothKinds(latents, self.indexer.cache_kind(block_size, self.weights.norm.dtype))
 
     def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
-        """`cache`: a `PagedLatentCache`; with an indexer, a pair of that and the indexer's keys."""
+        """`cache`: a `PagedLatentCache`; with an indexer, a pair of that and of what the indexer keeps."""
         q, kv = self._parts(self.inputs(x))
         narrow, gate = q, None if self.output_gate is None else self.output_gate(x)
         if self.query_up is not None and self.query_norm is not None:
@@ -138,9 +139,7 @@ class LatentAttention:
             self.sinks,
         )  # fmt: skip
 
-    def _choose(
-        self, x: Tensor, narrow: Tensor, batch: AttentionBatch, latents: PagedLatentCache, keys: Tensor | None
-    ) -> Chosen:
+    def _choose(self, x: Tensor, narrow: Tensor, batch: AttentionBatch, latents: PagedLatentCache, keys: Any) -> Chosen:
         """Nothing where all sequences see everything."""
         assert self.most is not None
         if self.indexer is not None and keys is not None:

@@ -20,7 +20,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 from penstock.engine.backends.cuda.kernels.delta_conv import convolve, keep_inputs
-from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE, head_shape, softplus
+from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE, head_shape, log_decay
 from penstock.engine.backends.cuda.kernels.delta_prompt import DIAGONAL_SIDE, inverted, squarings, unit_rows
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
 
@@ -47,6 +47,7 @@ def _chunk_kernel(
     V_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    LOWEST: tl.constexpr,
     CHUNK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     SQUARINGS: tl.constexpr,
@@ -83,7 +84,7 @@ def _chunk_kernel(
         a_at = gates_ptr + tokens[:, None] * gates_stride + (V_HEADS + head * K_DIM + ks)[None, :]
         a = tl.load(a_at, mask=tile, other=0.0).to(tl.float32)
         bias = tl.load(bias_ptr + head * K_DIM + ks, mask=k_mask, other=0.0)
-        g = tl.where(tile, tl.load(decay_ptr + head) * softplus(a + bias[None, :]), 0.0)
+        g = tl.where(tile, log_decay(tl.load(decay_ptr + head), a + bias[None, :], LOWEST), 0.0)
         total = tl.cumsum(g, axis=0)
         scaled = k * beta[:, None]
         system = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -212,8 +213,9 @@ def channel_prompts(
     launch(
         _chunk_kernel, (sequences, ceil_div(batch.max_query, _CHUNK), heads),
         mixed, gates, weights.decay, weights.decay_bias, u, w, q, k, scores, whole, starts, begin, gates.stride(0),
-        **shape, CHUNK=_CHUNK, DIAGONAL=DIAGONAL_SIDE, SQUARINGS=squarings(_CHUNK // DIAGONAL_SIDE),
-        BLOCK_K=block_k, BLOCK_V=block_v, PRECISION=precision, num_warps=8, pdl=pdl,
+        **shape, LOWEST=layout.lowest, CHUNK=_CHUNK, DIAGONAL=DIAGONAL_SIDE,
+        SQUARINGS=squarings(_CHUNK // DIAGONAL_SIDE), BLOCK_K=block_k, BLOCK_V=block_v, PRECISION=precision,
+        num_warps=8, pdl=pdl,
     )  # fmt: skip
     columns = min(block_v, 32)
     launch(

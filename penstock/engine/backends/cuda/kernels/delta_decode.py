@@ -20,6 +20,7 @@ from penstock.engine.backends.cuda.kernels.delta_layout import (
     columns,
     gated_norm,
     head_shape,
+    log_decay,
     softplus,
 )
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
@@ -58,6 +59,7 @@ def _decode_kernel(
     GROUPED: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     SIGMOID: tl.constexpr,
+    LOWEST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
@@ -129,7 +131,7 @@ def _decode_kernel(
             if BY_CHANNEL:
                 channels = V_HEADS + head * K_DIM + ks
                 a = tl.load(gates_ptr + token * gates_stride + channels, mask=k_mask, other=0.0).to(tl.float32)
-                state = state * tl.exp(decay * softplus(a + bias))[:, None]
+                state = state * tl.exp(log_decay(decay, a + bias, LOWEST))[:, None]
             else:
                 a = tl.load(gates_ptr + token * gates_stride + a_col).to(tl.float32)
                 state = state * tl.exp(decay * softplus(a + bias))
@@ -230,7 +232,7 @@ def decode(
         raw, raw if out is None else out, counters, batch.positions, states.first, states.last, states.reads,
         states.writes, projected.stride(0), gates.stride(0), weights.eps,
         **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BY_CHANNEL=layout.by_channel,
-        SIGMOID=layout.sigmoid_gate, BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)),
+        SIGMOID=layout.sigmoid_gate, LOWEST=layout.lowest, BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)),
         BLOCK_V=block_v // parts, BLOCK_ROW=block_v,
         NORM=norm.value, APART=shape.apart, num_warps=_warps(layout.k_dim * block_v // parts), pdl=pdl,
     )  # fmt: skip

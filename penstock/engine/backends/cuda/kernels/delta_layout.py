@@ -70,6 +70,16 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def log_decay(rate: tl.tensor, x: tl.tensor, LOWEST: tl.constexpr) -> tl.tensor:
+    """See `DeltaLayout.lowest`; `rate` is -exp(A)."""
+    if LOWEST < 0.0:
+        found = LOWEST / (1.0 + tl.exp(rate * x))
+    else:
+        found = rate * softplus(x)
+    return found
+
+
+@triton.jit
 def gated_norm(
     o: tl.tensor, z: tl.tensor, norm: tl.tensor, V_DIM: tl.constexpr, eps: tl.tensor, SIGMOID: tl.constexpr
 ) -> tl.tensor:
