@@ -63,7 +63,7 @@ class EngineConfig:
     kv_dtype: KVDType = "auto"
     """`full`: the cache holds numbers of `dtype`. `int8`: one byte, with a scale per token and head. `fp8`: one byte,
     with a scale per head from the checkpoint, or none. `auto`: `int8` on CPUs whose matrix tiles multiply it as it is,
-    which takes about half of attention's time away; `full` elsewhere."""
+    which takes about half of attention's time away, and on x86 CPUs without bfloat16; `full` elsewhere."""
     fp8_attention: bool = False
     """Attention of long prompts multiplies an `fp8` cache in FP8, queries and probabilities too: faster and less exact.
     Of GPUs with kernels for it, and heads of 128."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,6 +172,53 @@ def test_attention_reads_what_the_cache_holds(ops: Ops, dtype: torch.dtype, kind
         tolerance = TOLERANCE[dtype] * (2 if isinstance(ops, ReferenceOps) else 1)
         tolerance = max(tolerance, 2e-4) if kind == INT8 else tolerance
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_prompts_with_sinks_and_caps_read_what_the_cache_holds(
+    ops: Ops, window: int | None, softcap: float | None
+) -> None:
+    """Also with values of very different sizes side by side."""
+    torch.manual_seed(5)
+    layout = HeadLayout(6, 2, 64, 0.125, window, softcap=softcap)
+    batch, num_blocks = make_batch([(170, 170), (90, 20), (64, 2)], 16, seed=5)
+    k, v, scales = poisoned(num_blocks, layout, 16, INT8)
+    for cache, scale, spread in ((k, scales[0], 1.0), (v, scales[1], 5.0)):
+        cache.copy_(torch.randn(cache.shape).mul(40).clamp(-127, 127).to(INT8))
+        scale.copy_((torch.rand(scale.shape).mul(spread).exp() / 100).to(SCALE_DTYPE))
+    q = torch.randn(batch.positions.shape[0], 6, 64)
+    sinks = torch.tensor([-20.0, 0.0, 4.0, 1.0, 9.0, -1.0])
+    batch.block_tables.clamp_(max=num_blocks - 1)  # the reference reads, and masks, what lies behind a context
+    expected = exact_attention(q, layout, batch, widened(k, scales[0]), widened(v, scales[1]), sinks)
+    actual = ops.attention(q, layout, batch, k, v, scales, sinks)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=2e-4 * float(expected.abs().max()))
+
+
+def test_a_token_does_not_depend_on_the_others_of_its_step(ops: Ops) -> None:
+    """Bit by bit, on the native kernels: what comes behind a token changes nothing of it."""
+    if isinstance(ops, ReferenceOps):
+        pytest.skip("PyTorch chooses its products by their sizes")
+    torch.manual_seed(6)
+    layout = HeadLayout(6, 2, 64, 0.125)
+    whole, num_blocks = make_batch([(150, 150)], 16, seed=6)
+    k, v, scales = poisoned(num_blocks, layout, 16, INT8)
+    for cache, scale in ((k, scales[0]), (v, scales[1])):
+        cache.copy_(torch.randn(cache.shape).mul(40).clamp(-127, 127).to(INT8))
+        scale.copy_((torch.rand(scale.shape) / 20).to(SCALE_DTYPE))
+    q = torch.randn(150, 6, 64)
+    outs = ops.attention(q, layout, whole, k, v, scales)
+    for length in (70, 129):
+        part = replace(
+            whole,
+            positions=whole.positions[:length],
+            slots=whole.slots[:length],
+            query_starts=torch.tensor([0, length], dtype=torch.int32),
+            context_lens=torch.tensor([length], dtype=torch.int32),
+            max_query=length,
+            max_context=length,
+        )
+        assert torch.equal(ops.attention(q[:length], layout, part, k, v, scales), outs[:length])
 
 
 def test_every_fp8_number_is_read_exactly(ops: Ops) -> None:

@@ -345,6 +345,10 @@ inline __m512i _mm512_cvtepu8_epi32(__m128i v) {
     const emulated::Lanes<uint8_t, __m128i> a(v);
     return emulated::each<int32_t, __m512i>([&](int i) { return a.at[i]; });
 }
+inline __m512i _mm512_cvtepi8_epi16(__m256i v) {
+    const emulated::Lanes<int8_t, __m256i> a(v);
+    return emulated::each<int16_t, __m512i>([&](int i) { return a.at[i]; });
+}
 inline __m256i _mm256_cvtepi8_epi16(__m128i v) {
     const emulated::Lanes<int8_t, __m128i> a(v);
     return emulated::each<int16_t, __m256i>([&](int i) { return a.at[i]; });
@@ -394,6 +398,13 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i v, __m512i w) {
         int32_t out = c.at[i];
         for (int j = 0; j < 4; ++j) out += int32_t(a.at[4 * i + j]) * b.at[4 * i + j];
         return out;
+    });
+}
+inline __m512i _mm512_dpwssd_epi32(__m512i sum, __m512i v, __m512i w) {
+    const emulated::Lanes<int32_t, __m512i> c(sum);
+    const emulated::Lanes<int16_t, __m512i> a(v), b(w);
+    return emulated::each<int32_t, __m512i>([&](int i) {
+        return c.at[i] + a.at[2 * i] * b.at[2 * i] + a.at[2 * i + 1] * b.at[2 * i + 1];
     });
 }
 inline __m512i _mm512_maddubs_epi16(__m512i v, __m512i w) {

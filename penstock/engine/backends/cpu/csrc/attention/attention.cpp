@@ -8,6 +8,7 @@
 #include "attention/decode.h"
 #include "attention/amx/decode_bfloat16.h"
 #include "attention/prefill.h"
+#include "attention/prefill_int8.h"
 #include "attention/amx/prefill.h"
 #include "common/recorded_call.h"
 
@@ -25,6 +26,10 @@ void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
 #if defined(PK_AMX)
     if constexpr (std::is_same<C, bf16>::value || std::is_same<C, s8>::value)
         if (by_tiles(a)) return PrefillTile<C>(a, task, scratch).run();
+#endif
+#if defined(PK_PAIR_PRODUCTS)
+    if constexpr (std::is_same<C, s8>::value)
+        if (by_pairs(a)) return Int8PrefillTile(a, task, scratch).run();
 #endif
     prefill_tile<C>(a, task, scratch);
 }
@@ -126,6 +131,9 @@ PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
     const size_t decode_floats = size_t(group) * (width + kPart) + kPart * sizeof(Span) / sizeof(float);
     const size_t prefill_floats = size_t(tile) * group * (2 * width + kPanel + 2) + size_t(kPanel) * 2 * width;
     size_t scratch = first_decode ? std::max(decode_floats, prefill_floats) : decode_floats;
+#if defined(PK_PAIR_PRODUCTS)
+    if (first_decode && by_pairs(a)) scratch = std::max(scratch, prefill_int8_floats(a, tile * group));
+#endif
     int span = 1;  // decode tasks that are done together
     const int decodes = n - first_decode;
 #if defined(PK_AMX)

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/amx/tiles.h"
+#include "common/avx512/transpose.h"
 #include "attention/decode.h"
 #include "attention/prefill.h"
 
@@ -113,33 +114,6 @@ PK_INLINE void load_tiles(const float* from, int count) {
     if (count > 1) _tile_loadd(1, from + 256, 64);
     if (count > 2) _tile_loadd(2, from + 512, 64);
     if (count > 3) _tile_loadd(3, from + 768, 64);
-}
-
-// Rows become columns: 16 x 16 numbers of 32 bits.
-PK_INLINE void transpose16(__m512i (&x)[16]) {
-    __m512i t[16];
-    PK_UNROLL for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    PK_UNROLL for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    PK_UNROLL for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-    }
-    PK_UNROLL for (int i = 0; i < 4; ++i) {
-        x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
 }
 
 PK_INLINE vf capped(vf score, float cap) {
