@@ -164,7 +164,7 @@ def for_template(
             rules = prompting.instructions(tools, form, results="as a message of the tool")
             messages = prompting.with_instructions(messages, rules)
         return prompting.native(fitted(messages, accepted), form, source, style), None
-    return fitted(prompting.explained(messages, tools, form), accepted), None
+    return fitted(prompting.explained(messages, tools, form, source), accepted), None
 
 
 async def grammar_for(
