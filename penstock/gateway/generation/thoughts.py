@@ -297,7 +297,8 @@ def _channel_thought(text: TextModel, plan: Plan, found: ThoughtReading, constra
     over, next_message = (ids["end"],), (ids["start"], *assistant)
     thinking = found.state == "thinking"
     return Thought(
-        end=(over,),
+        # A message that is not ended properly is over for its reader too, see `ChannelSplitter.mark`.
+        end=(over, *((ids[name],) for name in ("start", "channel", "message"))),
         begin=() if thinking or constrained else (begin,),
         opening=begin if constrained and not thinking else (),
         after=next_message if constrained else (),
