@@ -109,8 +109,8 @@ def _budgets(request: ChatRequest) -> dict[str, int | None]:
     reasoning, thinking = request.reasoning, request.thinking
     return {
         **{name: None if (value := getattr(request, name)) == -1 else value for name in BUDGETS},
-        "reasoning.max_tokens": reasoning and reasoning.max_tokens,
-        "thinking.budget_tokens": thinking and thinking.budget_tokens,
+        "reasoning.max_tokens": None if reasoning is None else reasoning.max_tokens,
+        "thinking.budget_tokens": None if thinking is None else thinking.budget_tokens,
     }
 
 

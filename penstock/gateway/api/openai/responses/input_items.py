@@ -188,7 +188,9 @@ class _ItemReader:
 
     def _message(self, raw: msgspec.Raw, at: str) -> None:
         message = _message(self._exchange, raw, at)
-        thought = self._take_thought() if message.role == "assistant" else self._drop_thought()
+        if message.role != "assistant":
+            self._drop_thought()
+        thought = self._take_thought()
         self.messages.append(ChatMessage(role=message.role, content=_text(message.content), reasoning_content=thought))
 
     def _reasoning(self, raw: msgspec.Raw, at: str) -> None:
