@@ -71,6 +71,18 @@ async def test_variables_of_a_template_that_the_request_brings(serving: Serving,
             assert refused.json()["error"]["param"] == "chat_template"
 
 
+async def test_thoughts_have_the_name_that_the_template_of_the_request_knows(
+    serving: Serving, shows: TextModel
+) -> None:
+    told = [USER, {"role": "assistant", "content": "So", "reasoning_content": "Hm."}, USER]
+    async with serving(scripted(shows, "x"), text=shows, request_templates=True) as running:
+        for name in ("reasoning_content", "thinking", "reasoning"):
+            template = LAST.replace("m.reasoning_content", f"message.{name}").replace("m in", "message in")
+            reply = await running.chat(messages=told, chat_template=template.replace("m.", "message."))
+            assert "x-penstock-ignored" not in reply.headers, reply.text
+            assert "[Hm.]So" in prompt_of(running, shows), template
+
+
 @pytest.mark.parametrize(
     "items",
     [
