@@ -137,6 +137,10 @@ class ThoughtSplitter:
         """What is held back, when no more follows. `raw` completes what came before: it is of no further token."""
         shown, answer = self._read(raw) if raw else ("", "")
         if self._state == "thinking":
+            # The half of a mark that the limit of tokens cut; one character, or words, may be the thought's own.
+            halves = [_overlap(self._buffer, end) for end in self._ends if not end[0].isalnum()]
+            if (half := max(halves, default=0)) > 1:
+                self._buffer = self._buffer[:-half]
             return shown + self._rest(), answer
         rest, self._buffer = self._buffer, ""
         return shown, answer + (rest.lstrip() if self._leading else rest)

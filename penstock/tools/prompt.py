@@ -91,10 +91,13 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def explained(messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat) -> list[Message]:
+def explained(
+    messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat, template: str = ""
+) -> list[Message]:
     """Messages for a template without tool support."""
     prepared: list[Message] = []
     for message in messages:
+        message = with_thought(message, template)
         if message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
             if prepared and prepared[-1].pop("result", False):
@@ -102,7 +105,8 @@ def explained(messages: Sequence[Message], tools: Sequence[Tool], form: ToolForm
             prepared.append({"role": "user", "content": result, "result": True})
         elif calls := message.get("tool_calls"):
             text = "\n".join(filter(None, (message["content"], written(calls, form))))
-            prepared.append({"role": "assistant", "content": text})
+            others = {key: value for key, value in message.items() if key != "tool_calls"}
+            prepared.append({**others, "content": text})
         else:
             prepared.append(message)
     for message in prepared:

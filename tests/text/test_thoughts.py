@@ -112,6 +112,16 @@ def test_the_tokens_of_a_thought_are_those_up_to_the_answer(tmp_path: Path) -> N
     assert split(text, "think", "abc", "before")[2] == 0
 
 
+def test_half_of_a_mark_at_the_end_is_not_shown(tmp_path: Path) -> None:
+    """As where the limit of tokens cuts the end that the engine writes."""
+    text = model(tmp_path)
+    for length in range(2, len("</think>")):
+        said = f"Hm.\n{'</think>'[:length]}"
+        assert split(text, "think", said, "thinking") == ("Hm.", "", len(text.encode(said, add_special_tokens=False)))
+    assert split(text, "think", "a <", "thinking")[0] == "a <"
+    assert split(text, "granite", "Hm. Here", "thinking")[0] == "Hm. Here", "words may be the thought's own"
+
+
 def test_messages_of_one_answer(tmp_path: Path) -> None:
     marks = ("<|begin|>", "<|think|>", "<|content|>", "<|end|>")
     text = model(tmp_path, *marks, special=True)

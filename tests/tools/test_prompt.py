@@ -79,6 +79,15 @@ def test_other_templates_get_text() -> None:
     assert explained(HISTORY[:2], [], FORMATS["hermes"]) == HISTORY[:2]
 
 
+def test_calls_that_become_text_keep_the_thought_before_them() -> None:
+    thinking = [{**message, "reasoning_content": "Hm."} if "tool_calls" in message else message for message in HISTORY]
+    form = FORMATS["hermes"]
+    said = [message for message in explained(thinking, TOOLS, form) if message["role"] == "assistant"]
+    assert [message["reasoning_content"] for message in said] == ["Hm."]
+    said = [m for m in explained(thinking, TOOLS, form, "{{ m.thinking }}") if m["role"] == "assistant"]
+    assert [message["thinking"] for message in said] == ["Hm."], "under the name that the template knows"
+
+
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_what_models_are_told_to_write_is_what_is_read(form: Any) -> None:
     calls = [call("a", "get_weather", '{"city": "Rome"}'), call("b", "clock", "{}")]

@@ -22,6 +22,8 @@ Unsupported = Raw | UnsetType
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _NO_CHOICE = ("Invalid enum value", "Invalid value")
+_OTHER_PART = re.compile(r"^Invalid value '(?P<kind>(?:input_)?(?:image|video|audio)\w*)'$")
+"""A part of a message that models with other senses take."""
 _TRUNCATED = "Input data was truncated"
 _HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"[^\\"]{0,4}$')
 """The end of a body whose last string ends with half of a character. The parser expects the other half, an escape of
@@ -93,6 +95,8 @@ def _explain(message: str, inside: str, kind: Any) -> InvalidRequest:
     path = inside
     if at := _AT.search(message):
         path, message = _joined(inside, at["path"]), message[: at.start()]
+        if (other := _OTHER_PART.match(message)) and at["path"].endswith("type"):
+            return part_not_supported(other["kind"], _limited(path))
         if message.startswith(_NO_CHOICE) and (allowed := choices(kind, at["path"])):
             message = f"{message}; use one of {', '.join(f'`{value}`' for value in allowed)}"
     if field := _FIELD.match(message):
@@ -137,6 +141,17 @@ def _plain_raw(value: Any) -> Any:
 def given(value: Unsupported) -> bool:
     """Whether a raw field was sent with a value other than null and an empty list."""
     return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]")
+
+
+def part_not_supported(kind: str, param: str, instead: str = "") -> InvalidRequest:
+    """For a part of a message that is not text: `kind` is its type, `instead` what would do."""
+    if kind.removeprefix("input_").startswith(("image", "video", "audio")):
+        instead = "of models that see or hear, only the part that reads and writes text is run; send text"
+    return InvalidRequest(
+        f"Content parts of type `{kind[:64]}` are not supported yet; {instead or 'send text'}.",
+        param=param,
+        code="unsupported_parameter",
+    )
 
 
 def not_supported(param: str, why: str = "") -> InvalidRequest:

@@ -21,7 +21,13 @@ from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
-from penstock.gateway.generation.prompt_options import PromptOptions, continues, kept_tokens, prompt_options
+from penstock.gateway.generation.prompt_options import (
+    PromptOptions,
+    continues,
+    kept_tokens,
+    known_names,
+    prompt_options,
+)
 from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
@@ -131,16 +137,16 @@ class ChatGenerations(GenerationFactory):
         given = (options.template_kwargs or {}).keys()
         for name in sorted(given & RESERVED):
             ignore_advice(attempt.exchange, f"chat_template_kwargs.{name}")
-        if not options.template:
-            for name in sorted(given - model.text.template_names - RESERVED):
-                if name == "documents":
-                    raise InvalidRequest(
-                        f"The chat template of `{model.name}` knows no `documents`; put them into a message, or into a "
-                        "collection and ask with `rag`.",
-                        param="documents",
-                        code="unsupported_parameter",
-                    )
-                ignore_advice(attempt.exchange, f"chat_template_kwargs.{name}")
+        for name in sorted(given - known_names(model.text, options.template) - RESERVED) if given else ():
+            if name == "documents":
+                template = "`chat_template`" if options.template else f"The chat template of `{model.name}`"
+                raise InvalidRequest(
+                    f"{template} knows no `documents`; put them into a message, or into a collection and ask with "
+                    "`rag`.",
+                    param="documents",
+                    code="unsupported_parameter",
+                )
+            ignore_advice(attempt.exchange, f"chat_template_kwargs.{name}")
         if not self.content_filter.checks_input or (options.template_kwargs is None and not options.template):
             return options
         return msgspec.structs.replace(

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.app.decoding import given, not_supported
+from penstock.gateway.app.decoding import given, not_supported, part_not_supported
 from penstock.gateway.app.unknown_fields import UnknownFields
 from penstock.gateway.generation.older_functions import CallHistory
 from penstock.gateway.generation.schemas import MESSAGE_UNSUPPORTED, ChatMessage, ChatRequest, TokenizeRequest
@@ -136,23 +136,14 @@ def strip_parts(request: ChatRequest | TokenizeRequest, unknown: UnknownFields) 
 OF_RESPONSES = frozenset(("input_text", "output_text"))
 """What `/v1/responses` calls parts with text."""
 
-_SEEN_OR_HEARD = ("image", "video", "audio")
-"""How parts of messages are called that models with other senses take."""
-
 
 def _part(part: dict[str, Any], at: str) -> str:
     kind = part.get("type")
     if kind not in TEXT_PARTS:
         if not isinstance(kind, str):
             raise InvalidRequest(f"`{at}.type` must be a string.", param=f"{at}.type")
-        instead = "send a part of type `text`" if kind in OF_RESPONSES else "send text"
-        if kind.removeprefix("input_").startswith(_SEEN_OR_HEARD):
-            instead = "of models that see or hear, only the part that reads and writes text is run; send text"
-        raise InvalidRequest(
-            f"Content parts of type `{kind[:64]}` are not supported yet; {instead}.",
-            param=f"{at}.type",
-            code="unsupported_parameter",
-        )
+        instead = "send a part of type `text`" if kind in OF_RESPONSES else ""
+        raise part_not_supported(kind, f"{at}.type", instead)
     unknown = sorted(part.keys() - {"type", kind})
     if unknown:
         name = f"{at}.{unknown[0]}"[:128]

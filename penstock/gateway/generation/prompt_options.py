@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import ChatRequest, TokenizeRequest
-from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.errors import InvalidRequest, sentence
+from penstock.text import ChatTemplateError, TextModel
 
 UNLIMITED_ANSWER = 512
 """Tokens that a prompt truncated to the window leaves free for an answer that names no limit."""
@@ -63,6 +64,16 @@ def prompt_options(
         last=last,
     )
     return USUAL if options == USUAL else options
+
+
+def known_names(text: TextModel, template: str | None) -> frozenset[str]:
+    """The variables that the chat template expects: the model's, or the one that the request brings."""
+    if not template:
+        return text.template_names
+    try:
+        return text.other_template(template).names
+    except ChatTemplateError as error:
+        raise InvalidRequest(sentence(error), param="chat_template") from error
 
 
 def kept_tokens(asked: int | None, window: int, limit: TokenLimit) -> int | None:

@@ -19,6 +19,7 @@ from msgspec import Struct
 from penstock.engine.request import SamplingParams, Thought
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import thought_of
+from penstock.gateway.generation.prompt_options import known_names
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.schemas import ChatRequest, Effort
 from penstock.protocol.errors import InvalidRequest
@@ -75,18 +76,17 @@ class Asked(Struct, frozen=True):
 def asked(request: ChatRequest) -> Asked:
     """A 400 where two parameters contradict each other."""
     names = tuple(name for name in PARAMETERS if getattr(request, name) is not None)
-    hidden = request.include_reasoning is False or bool(request.reasoning is not None and request.reasoning.exclude)
+    reasoning, thinking = request.reasoning, request.thinking
+    excluded = None if reasoning is None else reasoning.exclude
+    if excluded is not None and request.include_reasoning is excluded:
+        raise InvalidRequest(
+            "`reasoning.exclude` contradicts `include_reasoning`; send one of them.", param="reasoning.exclude"
+        )
+    hidden = request.include_reasoning is False or bool(excluded)
     if not names:
         return Asked(hidden=hidden)
-    reasoning, thinking = request.reasoning, request.thinking
     effort = _one({EFFORT: request.reasoning_effort, "reasoning.effort": reasoning and reasoning.effort})
-    budget = _one(
-        {
-            **{name: None if (value := getattr(request, name)) == -1 else value for name in BUDGETS},
-            "reasoning.max_tokens": reasoning and reasoning.max_tokens,
-            "thinking.budget_tokens": thinking and thinking.budget_tokens,
-        }
-    )
+    budget = _one(_budgets(request))
     enabled = _one(
         {
             "enable_thinking": request.enable_thinking,
@@ -102,6 +102,16 @@ def asked(request: ChatRequest) -> Asked:
             raise InvalidRequest(f"An effort of `{effort}` contradicts `{switch}`; send one of them.", param=switch)
         enabled = effort != "none" if enabled is None else enabled
     return Asked(names, enabled, effort, budget, hidden)
+
+
+def _budgets(request: ChatRequest) -> dict[str, int | None]:
+    """The budget, under every name that it has."""
+    reasoning, thinking = request.reasoning, request.thinking
+    return {
+        **{name: None if (value := getattr(request, name)) == -1 else value for name in BUDGETS},
+        "reasoning.max_tokens": None if reasoning is None else reasoning.max_tokens,
+        "thinking.budget_tokens": None if thinking is None else thinking.budget_tokens,
+    }
 
 
 def _one(given: Mapping[str, Any]) -> Any:
@@ -137,8 +147,7 @@ def plan(exchange: Exchange, request: ChatRequest, model: ServedModel) -> tuple[
     style = style_of(model, request.chat_template or "")
     if not wanted.names and (model.thinking_budget is None or BUDGET not in source):
         return request, None if style is None else Plan(style, model.thinking_budget)
-    template = model.text.other_template(request.chat_template) if request.chat_template else None
-    names = model.text.template_names if template is None else template.names
+    names = known_names(model.text, request.chat_template)
     told, budget = _told(wanted, style, names)
     unused: list[str] = []
     for parameter, field in _FOR_TEMPLATES:
@@ -155,6 +164,8 @@ def plan(exchange: Exchange, request: ChatRequest, model: ServedModel) -> tuple[
         kwargs = {**told, **(request.chat_template_kwargs or {})}
         request = msgspec.structs.replace(request, chat_template_kwargs=kwargs)
     if style is not None:
+        if wanted.enabled is False:  # a thought that is not to be has no length
+            unused += [name for name, value in _budgets(request).items() if value]
         exchange.ignored += unused
         return request, Plan(style, budget)
     for name in wanted.names:
@@ -286,7 +297,8 @@ def _channel_thought(text: TextModel, plan: Plan, found: ThoughtReading, constra
     over, next_message = (ids["end"],), (ids["start"], *assistant)
     thinking = found.state == "thinking"
     return Thought(
-        end=(over,),
+        # A message that is not ended properly is over for its reader too, see `ChannelSplitter.mark`.
+        end=(over, *((ids[name],) for name in ("start", "channel", "message"))),
         begin=() if thinking or constrained else (begin,),
         opening=begin if constrained and not thinking else (),
         after=next_message if constrained else (),

@@ -113,7 +113,7 @@ def encoded_chat(
     quick: bool = False,
 ) -> list[int]:
     """The token ids of a conversation; blocks, unless `quick`."""
-    prepared, described = for_template(messages, tools, model)
+    prepared, described = for_template(messages, tools, model, options.template)
     return model.text.encode_chat(
         prepared,
         tools=described,

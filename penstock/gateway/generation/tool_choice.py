@@ -136,20 +136,21 @@ def format_of(model: TokenizedModel) -> ToolFormat:
 
 
 def for_template(
-    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: TokenizedModel
+    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: TokenizedModel, template: str = ""
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools as the model's template takes them."""
+    """Messages and tools as the model's template takes them. `template`: one to use instead; thoughts have the name
+    that it knows."""
 
     def accepted() -> Accepted:
         return model.text.accepted
 
     if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-        source = model.text.template_source
+        source = template or model.text.template_source
         if any("reasoning_content" in message for message in messages):
             messages = [prompting.with_thought(message, source) for message in messages]
         return fitted(messages, accepted), None
     form = format_of(model)
-    source, style = model.text.template_source, model.text.call_style
+    source, style = template or model.text.template_source, model.text.call_style
     if model.text.template_knows_tools:
         suited = fitted(messages, accepted)
         if form.name in ("lfm2", "granite") and not style.shown:
@@ -164,7 +165,7 @@ def for_template(
             rules = prompting.instructions(tools, form, results="as a message of the tool")
             messages = prompting.with_instructions(messages, rules)
         return prompting.native(fitted(messages, accepted), form, source, style), None
-    return fitted(prompting.explained(messages, tools, form), accepted), None
+    return fitted(prompting.explained(messages, tools, form, source), accepted), None
 
 
 async def grammar_for(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import anthropic
@@ -17,9 +16,10 @@ from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from penstock.text.vocabulary import grammars_of
-from tests.gateway.api.test_reasoning import OPENS, SAID, WEATHER, scripted
+from tests.gateway.api.test_reasoning import HARMONY, OPENS, SAID, WEATHER, scripted
 from tests.gateway.conftest import Serving
 from tests.text.test_thoughts import model
+from tests.tools.test_channels import CONTROL
 
 SCHEMA = {
     "type": "object",
@@ -40,11 +40,11 @@ def thinker(folder: Path) -> TextModel:
     return model(folder, "<think>", "</think>", template=OPENS)
 
 
-@pytest.fixture
-def engine(folder: Path, thinker: TextModel) -> Iterator[Engine]:
+def random_engine(folder: Path, text: TextModel) -> Engine:
+    """A model without sense for the vocabulary in a folder."""
     shape = {
         "model_type": "llama",
-        "vocab_size": thinker.vocab_size,
+        "vocab_size": text.vocab_size,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
@@ -58,7 +58,12 @@ def engine(folder: Path, thinker: TextModel) -> Iterator[Engine]:
     }
     config = EngineConfig(model="random", device="cpu", dtype="float32", threads=1, num_blocks=64, max_model_len=512)
     checkpoint = RandomCheckpoint(shape, device=torch.device("cpu"), dtype=torch.float32)
-    yield Engine.load(config, checkpoint=checkpoint, grammars=grammars_of(folder))
+    return Engine.load(config, checkpoint=checkpoint, grammars=grammars_of(folder))
+
+
+@pytest.fixture
+def engine(folder: Path, thinker: TextModel) -> Engine:
+    return random_engine(folder, thinker)
 
 
 async def test_a_model_that_runs(serving: Serving, thinker: TextModel, engine: Engine) -> None:
@@ -109,6 +114,20 @@ async def test_marks_that_are_text(serving: Serving, thinker: TextModel, engine:
                     assert set(json.loads(choice["message"]["content"])) == {"yes"}, choice
                 else:
                     assert budget is None and choice["message"]["content"] == "", choice
+
+
+@pytest.mark.parametrize("mark", ["end", "start", "channel", "message"])
+async def test_a_thought_of_gpt_oss_that_does_not_end_properly(serving: Serving, tmp_path: Path, mark: str) -> None:
+    """Whatever token ends it, the grammar of the answer begins, and the budget of the thought is over."""
+    text = model(tmp_path, *CONTROL, special=True, template=HARMONY)
+    often = {str(text.token_id(f"<|{name}|>")): 5 for name in (mark, "message")}
+    backend = InProcessBackend(random_engine(tmp_path, text))
+    async with serving(text=text, backend=backend) as running:  # type: ignore[arg-type]
+        asked = {"guided_regex": "[0-9]{4}", "thinking_budget": 20, "logit_bias": often, "max_tokens": 80}
+        reply = await running.chat(**asked, n=4, seed=1, temperature=1)
+        for choice in reply.json()["choices"]:
+            assert choice["finish_reason"] == "stop", choice
+            assert len(choice["message"]["content"]) == 4 and choice["message"]["content"].isdecimal(), choice
 
 
 async def test_the_clients_of_openai_and_anthropic(serving: Serving, thinker: TextModel) -> None:

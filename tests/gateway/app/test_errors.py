@@ -195,6 +195,23 @@ async def test_what_is_seen_or_heard_is_refused_as_such(serving: Serving, kind: 
         assert f"`{kind}`" in error["message"] and "reads and writes text" in error["message"]
 
 
+@pytest.mark.parametrize("kind", ["input_image", "image", "input_audio"])
+async def test_responses_refuse_it_in_the_same_words(serving: Serving, kind: str) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    part = {"type": kind, "image_url": "data:image/png;base64,AA"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [part]}
+    async with serving() as gateway:
+        for given, param in (
+            ([{"role": "user", "content": [part]}], "input[0].content[0].type"),
+            ([{"role": "user", "content": "x"}, call, result], "input[2].output[0].type"),
+        ):
+            reply = await gateway.client.post("/v1/responses", json={"model": "tiny", "input": given})
+            assert reply.status_code == 400 and not gateway.engine.seen
+            error = assert_shape(reply.json())
+            assert error["param"] == param and error["code"] == "unsupported_parameter"
+            assert f"`{kind}`" in error["message"] and "reads and writes text" in error["message"]
+
+
 async def test_what_means_nothing_is_accepted(serving: Serving) -> None:
     async with serving() as gateway:
         reply = await gateway.chat(

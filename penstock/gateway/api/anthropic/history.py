@@ -27,6 +27,7 @@ from penstock.gateway.api.anthropic.blocks import (
     ToolReferenceBlock,
     ToolResultBlock,
 )
+from penstock.gateway.api.sealed_text import opened
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.schemas import (
     ChatMessage,
@@ -94,7 +95,10 @@ class History:
                 )
             elif isinstance(block, ThinkingBlock):
                 _belongs(message, "assistant", "Thoughts", here)
-                thoughts.append(block.thinking)
+                thought = block.thinking or opened(block.signature)
+                if not thought:  # another server left it out
+                    self.ignored["messages.content.thinking"] = None
+                thoughts.append(thought)
             else:
                 texts.append(self._text(block, here))
         if made or any(texts) or (message.role == "user" and self._silent):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.api.anthropic.schemas import MessagesRequest
+from penstock.gateway.api.sealed_text import sealed
 from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
@@ -113,7 +114,7 @@ class MessageRenderer(Renderer):
             block["text"] = text
         elif block["type"] == "thinking":
             block["thinking"] = "" if self._omitted else text
-            block["signature"] = signature(text)
+            block["signature"] = sealed(text) if self._omitted else signature(text)
             delta = {"type": "signature_delta", "signature": block["signature"]}
             yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
         else:
@@ -150,7 +151,8 @@ class MessageRenderer(Renderer):
 
 
 def signature(thought: str) -> str:
-    """Clients expect one and send it back; a thought is taken as it comes, so it protects nothing."""
+    """Clients expect one and send it back; a thought is taken as it comes, so it protects nothing. Where the thought is
+    left out, the signature is the thought itself, packed: the client has nothing else to send back."""
     return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()
 
 

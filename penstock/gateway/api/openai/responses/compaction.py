@@ -21,8 +21,8 @@ from penstock.gateway.api.openai.responses.item_ids import output_id
 from penstock.gateway.api.openai.responses.references import ResponseReferences
 from penstock.gateway.api.openai.responses.renderer import usage_of
 from penstock.gateway.api.openai.responses.schemas import CompactRequest
-from penstock.gateway.api.openai.responses.sealed_thought import SUMMARY, sealed
 from penstock.gateway.api.openai.responses.tools import OfferedTools
+from penstock.gateway.api.sealed_text import SUMMARY, sealed
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.conversations.truncation import TruncatedTurn

@@ -31,8 +31,8 @@ from penstock.gateway.api.openai.responses.schemas import (
     ResponsesRequest,
     ShellOutputItem,
 )
-from penstock.gateway.api.openai.responses.sealed_thought import SUMMARY, opened
 from penstock.gateway.api.openai.responses.tools import OfferedTools, qualified
+from penstock.gateway.api.sealed_text import SUMMARY, opened
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
@@ -152,7 +152,7 @@ def conversation_of(
                 param=f"{at}.type",
                 code="unsupported_parameter",
             )
-    return reader.messages
+    return reader.finish()
 
 
 class _ItemReader:
@@ -188,7 +188,9 @@ class _ItemReader:
 
     def _message(self, raw: msgspec.Raw, at: str) -> None:
         message = _message(self._exchange, raw, at)
-        thought = self._take_thought() if message.role == "assistant" else None
+        if message.role != "assistant":
+            self._drop_thought()
+        thought = self._take_thought()
         self.messages.append(ChatMessage(role=message.role, content=_text(message.content), reasoning_content=thought))
 
     def _reasoning(self, raw: msgspec.Raw, at: str) -> None:
@@ -197,7 +199,7 @@ class _ItemReader:
         thought = "".join(part for part in parts if isinstance(part, str)) or opened(item.encrypted_content)
         if thought:
             self._thought = "\n\n".join(filter(None, (self._thought, thought)))
-        elif item.encrypted_content:
+        elif item.encrypted_content or item.summary:
             ignore_advice(self._exchange, "input.reasoning")
 
     def _compaction(self, raw: msgspec.Raw, at: str) -> None:
@@ -210,6 +212,11 @@ class _ItemReader:
     def _take_thought(self) -> str | None:
         thought, self._thought = self._thought, ""
         return thought or None
+
+    def _drop_thought(self) -> None:
+        """Nothing that the assistant said came of it."""
+        if self._take_thought():
+            ignore_advice(self._exchange, "input.reasoning")
 
     def _additional_tools(self, raw: msgspec.Raw, at: str) -> None:
         self._tools.add(_additional_tools(self._exchange, raw, at).tools, f"{at}.tools")
@@ -278,7 +285,13 @@ class _ItemReader:
             raise InvalidRequest(
                 f"`{at}.call_id` answers no call: no call before it has the id {call_id!r}.", param=f"{at}.call_id"
             )
+        self._drop_thought()
         self.messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=text))
+
+    def finish(self) -> list[ChatMessage]:
+        """The conversation, when all items have been read."""
+        self._drop_thought()
+        return self.messages
 
 
 def add_call(messages: list[ChatMessage], call: ToolCall, thought: str | None = None) -> None:

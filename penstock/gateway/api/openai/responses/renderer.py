@@ -17,8 +17,8 @@ from penstock.gateway.api.openai.responses.item_ids import output_id
 from penstock.gateway.api.openai.responses.output_calls import CallWriter, Event, call_writer
 from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.schemas import SEALED, ResponsesRequest
-from penstock.gateway.api.openai.responses.sealed_thought import sealed
 from penstock.gateway.api.openai.responses.tools import OfferedTools
+from penstock.gateway.api.sealed_text import sealed
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece

@@ -1,7 +1,8 @@
-"""Texts as `encrypted_content`: clients that keep nothing on the server send it back with the next request.
+"""Texts as `encrypted_content`, or as the `signature` of a thinking block whose text is left out: clients that keep
+nothing on the server send it back with the next request.
 
-They are packed, not encrypted: a thought is in the response beside it anyway, and the field exists because clients drop
-the text of reasoning items and keep this; the summary of a compacted conversation is about what the client itself sent.
+They are packed, not encrypted: a thought is the caller's own answer, and these fields exist because clients drop its
+text and keep them; the summary of a compacted conversation is about what the client itself sent.
 """
 
 from __future__ import annotations
