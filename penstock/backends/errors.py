@@ -69,8 +69,8 @@ def waited_too_long() -> Overloaded:
     )
 
 
-def adapter_error(message: str) -> ApiError:
-    """The API error for a failed adapter operation."""
+def adapter_error(message: str, *, param: str = "model") -> ApiError:
+    """The API error for a failed adapter operation. `param`: what named the adapter that could not be read."""
     if message.startswith(ADAPTER_UNKNOWN):
         return NotFound(sentence(message), param="model", code="model_not_found")
-    return InvalidRequest(sentence(message), param="model", code="adapter_failed")
+    return InvalidRequest(sentence(message), param=param, code="adapter_failed")
