@@ -44,6 +44,8 @@ class ScriptedEngine:
         else:
             self.script = script
         self.step_s = step_s
+        self.decode_s = 0.0
+        """What it reports as the time of a step without prompts."""
         self.hold = False
         """While set, no request makes progress (a long prefill)."""
         self.info = EngineInfo(
@@ -130,6 +132,7 @@ class ScriptedEngine:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generated,
+            decode_s=self.decode_s,
         )
 
     def _advance(self, id: str) -> None:

@@ -341,7 +341,7 @@ class EngineClient(ABC):
         finally:
             del self._operations[operation.operation]
         if result.error:
-            raise adapter_error(result.error)
+            raise adapter_error(result.error, param="source" if isinstance(operation, LoadAdapter) else "model")
         return result
 
     def _finish_operation(self, result: AdapterResult) -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from penstock.engine.adapters.spec import ADAPTER_FAILED, ADAPTER_UNKNOWN, NO_ADAPTERS
-from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, TOKENS_UNKNOWN, TOO_LONG, WAITED, Delta
+from penstock.engine.request import (
+    GRAMMAR_REFUSED,
+    PROMPT_TOO_SLOW,
+    QUEUE_FULL,
+    TOKENS_UNKNOWN,
+    TOO_LONG,
+    WAITED,
+    Delta,
+)
 from penstock.protocol.errors import (
     ApiError,
     Draining,
@@ -32,6 +40,13 @@ def error_of(delta: Delta) -> ApiError:
         return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
     if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):
         return adapter_error(message)
+    if message.startswith(PROMPT_TOO_SLOW):
+        return Overloaded(
+            f"The prompt takes{message.removeprefix(PROMPT_TOO_SLOW)}, longer than `x-slo-ttft-ms` leaves; "
+            "shorten it, or allow more.",
+            reason="slo_ttft",
+            retry_after=2.0,
+        )
     if message.startswith(WAITED):
         return waited_too_long()
     if message.startswith(QUEUE_FULL):
@@ -54,8 +69,8 @@ def waited_too_long() -> Overloaded:
     )
 
 
-def adapter_error(message: str) -> ApiError:
-    """The API error for a failed adapter operation."""
+def adapter_error(message: str, *, param: str = "model") -> ApiError:
+    """The API error for a failed adapter operation. `param`: what named the adapter that could not be read."""
     if message.startswith(ADAPTER_UNKNOWN):
         return NotFound(sentence(message), param="model", code="model_not_found")
-    return InvalidRequest(sentence(message), param="model", code="adapter_failed")
+    return InvalidRequest(sentence(message), param=param, code="adapter_failed")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
 
 import typer
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
+T = TypeVar("T", float, float | None, list[float] | None)
+DEFAULT_MODEL = "smollm2-135m"
 _UNSEEN_WIDTH = 160
 """Columns where the output is no terminal."""
 
@@ -72,6 +75,14 @@ EncoderWeightsOption = Annotated[EncoderWeights, typer.Option(help="How the enco
 Rounds = Annotated[int, typer.Option(min=1, help="Turns each; medians are compared.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+
+
+def finite(value: T) -> T:
+    """Callback of options that are numbers: `nan` and `inf` pass every comparison with a range's ends."""
+    numbers = value if isinstance(value, list) else [value]
+    if not all(number is None or math.isfinite(number) for number in numbers):
+        raise typer.BadParameter("Input should be a finite number")
+    return value
 
 
 def assignments(option: str, given: Sequence[str] | None, names: Sequence[str]) -> dict[str, str]:

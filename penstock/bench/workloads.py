@@ -8,7 +8,7 @@ that a model's vocabulary does not change the lengths.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.engine.request import Request, SamplingParams
@@ -31,6 +31,8 @@ class Workload:
     """Closed loop with this many requests in flight; None submits all at once."""
     max_running: int | None = None
     """Most sequences in one step; the engine's own default when not set."""
+    shape: str = ""
+    """The shape it runs with where no model and no other shape is named; empty: the default model."""
 
     @property
     def longest(self) -> int:
@@ -44,7 +46,8 @@ class Workload:
 
         how = "at once" if self.concurrency is None else f"with {self.concurrency} in flight"
         noun = "request" if self.requests == 1 else "requests"
-        return f"{self.requests} {noun} {how}, {span(self.input_len)} in / {span(self.output_len)} out"
+        of = f", {self.shape}" if self.shape else ""
+        return f"{self.requests} {noun} {how}, {span(self.input_len)} in / {span(self.output_len)} out{of}"
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """(input, output) lengths of each request, drawn in that order."""
@@ -92,6 +95,7 @@ WORKLOADS: dict[str, Workload] = {
         _at_once("prefill", 512, 1024, 16, temperature=0.6),
         _at_once("ttft128", 1, 128, 1),
         _at_once("ttft2048", 1, 2048, 1),
+        Workload("moe-ttft128", 1, (128, 128), (1, 1), shape="qwen3-30b-a3b:24"),
         _at_once("long30k", 1, 30_000, 16),
         _at_once("long100k", 1, 100_000, 16),
         _at_once("long8x30k", 8, 30_000, 256),
@@ -107,6 +111,18 @@ def named(name: str) -> Workload:
         return WORKLOADS[name]
     except KeyError:
         raise ConfigError(f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}") from None
+
+
+def shape_of(names: Iterable[str], shape: str | None, *, model_is_default: bool) -> str | None:
+    """The shape that these workloads run with, None: a model. `shape`: the one that was named."""
+    if shape is not None or not model_is_default:
+        return shape
+    own = {named(name).shape for name in names}
+    if len(own) > 1:
+        raise ConfigError(
+            f"{', '.join(names)} are of different models: run them one by one, or name one with --model or --shape"
+        )
+    return next(iter(own), "") or None
 
 
 def warm_up(workload: Workload, vocab_size: int) -> list[Request]:

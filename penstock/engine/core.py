@@ -42,6 +42,7 @@ from penstock.engine.lead import Lead
 from penstock.engine.parallel.restarts import RankRestarts
 from penstock.engine.recovery import Recovery
 from penstock.engine.request import (
+    PROMPT_TOO_SLOW,
     WAITED,
     Delta,
     DeviceLoad,
@@ -342,7 +343,9 @@ class Engine:
         return StepOutput(self._emission.take(), self.load_snapshot())
 
     def _refuse_overdue(self, now: float) -> None:
-        """What should have begun by now and has not."""
+        """What should have begun by now and has not, and what would begin and come too late."""
+        for seq, seconds in self.scheduler.take_late():
+            self._emission.finish(seq, "error", f"{PROMPT_TOO_SLOW} about {seconds:.1f} s")
         for seq in self.scheduler.overdue(now):
             self._emission.finish(seq, "error", WAITED)
 
@@ -465,6 +468,7 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
+            decode_s=scheduler.pace.decode_s(len(scheduler.running)),
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )

@@ -29,6 +29,8 @@ _FORGET = 0.98
 _SMOOTH = 0.1
 _STALLED = 8.0
 """A step that took so many times its estimate was held up by something else; it is not learnt from."""
+_LIKE = 4.0
+"""How far the size of a step may be above the measured ones for its time to be known."""
 
 
 class Pace:
@@ -52,6 +54,7 @@ class Pace:
         self._per_token = self._per_key = 0.0
         # Sums over measured steps, of tokens, keys and seconds multiplied with each other.
         self._tt = self._tk = self._kk = self._ts = self._ks = 0.0
+        self._t = 0.0
 
     def observe(self, decodes: int, prompts: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step took so long. `prompts`: first position and number of tokens of each prompt in it."""
@@ -71,6 +74,7 @@ class Pace:
             return
         beyond = max(seconds - self._base(decodes), 0.0)
         keys /= 1e3  # of the size of tokens, for the sums
+        self._t = self._t * _FORGET + tokens
         self._tt = self._tt * _FORGET + tokens * tokens
         self._tk = self._tk * _FORGET + tokens * keys
         self._kk = self._kk * _FORGET + keys * keys
@@ -87,6 +91,15 @@ class Pace:
         if not self._bases or (prompts and not self._tt):
             return 0.0
         return self.seconds(decodes, *_size(prompts))
+
+    def decode_s(self, decodes: int) -> float:
+        """Seconds of a step without prompts; 0 while none was measured."""
+        return self._base(decodes)
+
+    def knows(self, tokens: int) -> bool:
+        """Whether prompts were measured in steps with so many tokens: from much smaller ones too long a time would
+        follow."""
+        return bool(self._bases and self._tt) and tokens * self._t <= _LIKE * self._tt
 
     def budget(self, decodes: int, own_target_s: float | None, backlog: int = 0) -> float:
         """Seconds that prompts may take of a step with so many decodes; infinite where nothing bounds them. `backlog`:
@@ -147,8 +160,10 @@ class Pace:
 class PromptBudget:
     """What the prompts of one step may still take."""
 
-    def __init__(self, pace: Pace, seconds: float = math.inf) -> None:
+    def __init__(self, pace: Pace, seconds: float = math.inf, decodes: int = 0) -> None:
         self._pace = pace
+        self._decodes = decodes
+        self._whole = seconds
         self._seconds = seconds
         self._least = LEAST
         """Tokens that are computed in any case."""
@@ -158,6 +173,18 @@ class PromptBudget:
     @property
     def spent(self) -> bool:
         return self._seconds <= 0.0 and not self._least
+
+    def until_computed(self, start: int, length: int, most: int, ahead: Sequence[tuple[int, int]]) -> float:
+        """Seconds until the next `length` tokens of a prompt are computed, from position `start` on, when all steps are
+        like this one. `most`: tokens of a step; `ahead`: what is computed before, first positions and numbers of
+        tokens. 0 while it is not known."""
+        pace = self._pace
+        fits = min(max(pace.tokens(self._whole, start, most), LEAST), most)
+        if not pace.knows(min(length, fits)):
+            return 0.0
+        prompts = [(0, self._tokens), *ahead, (start, length)]
+        steps = math.ceil(sum(tokens for _, tokens in prompts) / fits)
+        return sum(pace.cost(*prompt) for prompt in prompts) + steps * pace.decode_s(self._decodes)
 
     def fit(self, start: int, length: int) -> int:
         """How many of the next `length` tokens of a prompt, from position `start` on, the streams leave time for."""

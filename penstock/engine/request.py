@@ -28,6 +28,10 @@ WAITED = f"{QUEUE_FULL} for longer than this request may wait"
 """How `Delta.error` begins when `Request.patience_s` was over before the request was begun. Gateways that do not know
 it see that too many wait."""
 
+PROMPT_TOO_SLOW = f"{WAITED}, as its prompt alone takes"
+"""How `Delta.error` begins when the prompt of a request with a `patience_s` takes longer than what is left of it. The
+estimate follows."""
+
 TOKENS_UNKNOWN = "the request has unknown tokens"
 """How `Delta.error` begins when a prompt or a parameter has a token that the model, or its adapter, does not have."""
 TOO_LONG = "prompt is too long"
@@ -164,7 +168,8 @@ class Request:
     patience_s: float | None = None
     """Seconds that it may wait before it is begun: in the queue of an engine, which then refuses it unless it can begin
     at once and says when it begins (`Engine.on_begun`), and for an engine that is away or stuck, which is for routers.
-    None: as long as others."""
+    An engine also refuses it when the measured steps say that the first token cannot come within them. None: as long
+    as others."""
     resumable_by: str = ""
     """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None
@@ -315,6 +320,8 @@ class EngineLoad:
     disk_restores: int = 0
     """The same for blocks from disk."""
     disk_restore_s: float = 0.0
+    decode_s: float = 0.0
+    """Seconds of a step with the running sequences and no prompts, as measured; 0: none was."""
 
 
 @dataclass(slots=True)

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from penstock.engine.adapters.pool import AdapterPool
 
 AGEING_S = 30.0
+FRESH_S = 60.0
+"""Without a step with prompts for so long, what such steps took may no longer be true."""
+DOUBT = 4.0
+"""By how much it might be wrong then."""
 
 
 class Scheduler(Roster):
@@ -71,6 +75,11 @@ class Scheduler(Roster):
         self.pace = pace or Pace()
         self._prompts = PromptBudget(self.pace)
         """What prompts may still take of the step that is being scheduled."""
+        self._late: list[tuple[Sequence, float]] = []
+        """Sequences whose first token would come too late, and the seconds until then."""
+        self._now = 0.0
+        self._measured_at = 0.0
+        """When the last step was scheduled, and the last one with prompts that has been measured."""
         self._suspects: deque[Sequence] = deque()
         """Sequences of a failed step that are still to be run alone."""
 
@@ -108,6 +117,7 @@ class Scheduler(Roster):
 
         `drafts`: draft tokens to verify, for sequences without pending tokens.
         """
+        self._now = now
         self.allocator.tick(now)
         self._restores.copied = False
         if self._suspects:
@@ -136,8 +146,16 @@ class Scheduler(Roster):
         """A step is over, after so long, or was never launched. Every scheduled step lands once."""
         if seconds is not None:
             prompts = batch.prompts
+            if prompts:
+                self._measured_at = self._now
             self.pace.observe(len(batch.chunks) - len(prompts), prompts, seconds)
         self._rows.extend(self._turns.landed(batch))
+
+    def take_late(self) -> list[tuple[Sequence, float]]:
+        """Sequences that were not begun because their first token would come after their `patience_s`, and the seconds
+        until then."""
+        late, self._late = self._late, []
+        return [(seq, seconds) for seq, seconds in late if not seq.finished]
 
     def copied(self, batch: Batch, copy_s: float, compute_s: float) -> None:
         """How long a step took that has copied blocks back for sequences that wait (`Batch.restores`)."""
@@ -201,7 +219,7 @@ class Scheduler(Roster):
         spare = budget - len(decodes)
         own_target = min(self._own_targets.values()) if self._own_targets else None
         backlog = self._backlog(prefills) if self.pace.target_s is not None else 0
-        self._prompts = PromptBudget(self.pace, self.pace.budget(len(decodes), own_target, backlog))
+        self._prompts = PromptBudget(self.pace, self.pace.budget(len(decodes), own_target, backlog), len(decodes))
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
         states = self.allocator.states
@@ -260,9 +278,24 @@ class Scheduler(Roster):
             if names:
                 self._waiting.recall(seq, names, now)
                 continue
+            if (late_s := self._late_s(seq, cached, now)) > 0.0:
+                self._late.append((seq, late_s))
+                continue
             chunk = self._start(seq, cached, budget, now)
             if chunk is not None or not self._rows:
                 return chunk
+
+    def _late_s(self, seq: Sequence, cached: list[Found], now: float) -> float:
+        """Seconds until the first token of a request whose `patience_s` ends before; 0 when it is in time, or nothing
+        is known. When no prompt was measured lately, one that might be in time runs, and is measured."""
+        patience_s = seq.request.patience_s
+        if patience_s is None or seq.request.produced or seq.first_scheduled is not None:
+            return 0.0
+        start = len(cached) * self.allocator.block_size
+        ahead = [(other.computed, left) for other in self._computed if (left := self._remaining(other)) > 1]
+        seconds = self._prompts.until_computed(start, seq.length - start, self.token_budget, ahead)
+        known = seconds if now - self._measured_at < FRESH_S else seconds / DOUBT
+        return seconds if known > seq.arrived + patience_s - now else 0.0
 
     def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk | None:
         """None: it waits for blocks from the host."""

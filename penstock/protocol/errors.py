@@ -24,6 +24,7 @@ Reason = Literal[
     "context_quota",
     "request_limit",
     "slo_tpot",
+    "slo_ttft",
 ]
 """Why a request was rejected, in machine-readable form (`x-penstock-reason`)."""
 

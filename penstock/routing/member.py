@@ -87,11 +87,13 @@ class Member:
 
     def keeps_pace(self, request: Request, now: float) -> bool:
         """Whether its tokens come as fast as the request wants them, as far as that is known. One that has begun does
-        not stop for it."""
-        if request.target_gap_s is None or request.produced:
+        not stop for it. Gaps that were longer only because of prompts are no obstacle: beside this request the engine
+        computes prompts for as long as the target leaves, or as long as the step takes without them (`engine.pace`)."""
+        target = request.target_gap_s
+        if target is None or request.produced or not isinstance(self.backend, EngineClient):
             return True
-        gap = self.backend.token_gap.seconds(now) if isinstance(self.backend, EngineClient) else None
-        return gap is None or gap <= request.target_gap_s
+        gap = self.backend.token_gap.seconds(now)
+        return gap is None or gap <= target or 0.0 < 2.0 * self.backend.load.decode_s <= target
 
     def view(self, now: float) -> ReplicaView:
         """The snapshot for a replica policy."""

@@ -253,6 +253,9 @@ def test_the_page_and_the_notes_say_what_is_unknown_or_flattered() -> None:
     silent = made(None, None)
     assert silent["cached_share"] is None and "does not say" in run.warnings(settings, silent)[0]
     assert "same seed" in run.warnings(settings, made(48, 48))[0]
+    chat = replace(settings, api="chat")
+    assert "same seed" in run.warnings(chat, made(48, 48))[0]
+    assert not run.warnings(chat, made(48, 16)), "the beginning of the chat template"
     known = made(48, 0)
     assert (known["cached_share"], known["cached_share_of_history"]) == (48 / 150, 48 / 58)
     assert known["turns"][2] == {

@@ -34,6 +34,16 @@ def test_scripts_run_the_command_of_their_name(script: str) -> None:
     assert f"penstock bench {script}" in shown.stdout
 
 
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("command", ["http", "serve", "servers", "goodput"])
+def test_what_is_no_rate_is_refused_before_anything_starts(command: str, rate: str) -> None:
+    given = ["--server", "a=http://127.0.0.1:9"] if command == "servers" else []
+    option = "--low" if command == "goodput" else "--rate"
+    refused = CliRunner().invoke(app, [command, *given, option, rate], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2, refused.output
+    assert f"Invalid value for '{option}'" in refused.output
+
+
 def test_values_given_by_name() -> None:
     assert assignments("--python", ["a=x=y"], ("a", "b")) == {"a": "x=y"}
     assert assignments("--python", None, ("a",)) == {}

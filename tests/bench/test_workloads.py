@@ -18,6 +18,7 @@ def test_every_published_name_exists() -> None:
         "prefill",
         "ttft128",
         "ttft2048",
+        "moe-ttft128",
         "long30k",
         "long100k",
         "long8x30k",
@@ -70,6 +71,18 @@ def test_warm_up_passes_through_falling_batch_sizes() -> None:
     alive = {sum(length >= step for length in outputs) for step in range(1, max(outputs) + 1)}
     assert {1, 2, 64} <= alive
     assert len(alive) > 12
+
+
+def test_a_workload_of_a_model_with_experts_brings_its_shape() -> None:
+    def shape(*names: str, given: str | None = None, model_is_default: bool = True) -> str | None:
+        return workloads.shape_of(names, given, model_is_default=model_is_default)
+
+    assert WORKLOADS["moe-ttft128"].build(1000)[0].prompt == WORKLOADS["ttft128"].build(1000)[0].prompt
+    assert shape("moe-ttft128") == "qwen3-30b-a3b:24" and shape("b1", "mix") is shape() is None
+    assert shape("b1", "moe-ttft128", given="mixtral-8x7b") == "mixtral-8x7b"
+    assert shape("moe-ttft128", model_is_default=False) is None
+    with pytest.raises(ConfigError, match="b1, moe-ttft128 are of different models"):
+        shape("b1", "moe-ttft128")
 
 
 def test_an_unknown_name_lists_the_others() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from penstock.backends.errors import error_of
 from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.pace import LEAST, MARGIN, Pace, PromptBudget
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import FRESH_S, Scheduler
+from penstock.protocol.errors import Overloaded
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -97,11 +100,24 @@ class World:
         )
         self.took: list[tuple[Batch, float]] = []
 
-    def submit(self, name: str, prompt: int, output: int, target_s: float | None = None) -> None:
+    def submit(
+        self, name: str, prompt: int, output: int, target_s: float | None = None, patience_s: float | None = None
+    ) -> None:
         params = SamplingParams(max_tokens=output)
-        self.scheduler.add(
-            Request(name, [hash((name, i)) % 50_000 for i in range(prompt)], params, target_gap_s=target_s), self.now
-        )
+        tokens = [hash((name, i)) % 50_000 for i in range(prompt)]
+        self.scheduler.add(Request(name, tokens, params, target_gap_s=target_s, patience_s=patience_s), self.now)
+
+    def late(self, name: str, prompt: int, patience_s: float) -> float:
+        """What the engine says that the prompt takes when it refuses it; 0: it begins."""
+        self.submit(name, prompt, 2, patience_s=patience_s)
+        self.step()
+        for seq, seconds in self.scheduler.take_late():
+            assert seq.id == name
+            seq.finish_reason = "error"
+            self.scheduler.finish(seq)
+            return seconds
+        assert self.scheduler.take_begun() == [name]
+        return 0.0
 
     def step(self) -> bool:
         batch = self.scheduler.schedule(self.now)
@@ -149,6 +165,75 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(target_s: float | None
     assert sum(batch.num_tokens - batch.num_decodes for batch, _ in world.took) >= 17_900
     busy = [seconds for batch, seconds in world.took if batch.num_tokens - batch.num_decodes > 64]
     assert sum(busy) / len(busy) > 0.8 * MARGIN * 0.03, "the time that is left is used"
+
+
+def lone_world() -> World:
+    world = World(None)
+    for length in (100, 700, 7000):
+        world.submit(f"lesson-{length}", length, 4)
+        world.until(lambda: not world.scheduler.has_work)
+    return world
+
+
+def test_a_prompt_that_takes_longer_than_it_may_is_not_begun() -> None:
+    world = lone_world()
+    takes = truth(0, [(0, 8448)]) + truth(0, [(8448, 8448)]) + truth(0, [(16_896, 3104)])
+    assert world.late("too-long", 20_000, 0.9 * takes) == pytest.approx(takes, rel=0.1)
+    assert not world.late("long", 20_000, 1.1 * takes)
+    world.until(lambda: not world.scheduler.has_work)
+    assert not world.late("long", 20_000, 0.02), "nearly all of it is cached"
+    world.until(lambda: not world.scheduler.has_work)
+    world.scheduler.check_idle()
+
+
+def test_prompts_and_streams_that_run_count() -> None:
+    world = lone_world()
+    alone = truth(0, [(0, 2000)])
+    world.submit("ahead", 16_000, 4)
+    world.step()
+    assert world.late("behind", 2000, 3 * alone) > 0.2, "the rest of the other prompt comes first"
+    world = world_with_streams(0.01)
+    world.submit("lesson", 3000, 4)
+    world.until(lambda: world.scheduler.get("lesson") is None)
+    assert world.late("beside", 2000, 2 * alone) > 2 * alone, "a step has time for few prompt tokens"
+    assert not world.late("patient", 2000, 20 * alone)
+
+
+def test_what_is_not_known_refuses_nothing() -> None:
+    assert not World(None).late("first", 20_000, 0.001)
+    world = World(None)
+    for index in range(40):
+        world.submit(f"short-{index}", 24, 4)
+        world.until(lambda: not world.scheduler.has_work)
+    assert not world.late("much-longer", 8000, 0.001), "steps of that size have not been measured"
+    world.until(lambda: not world.scheduler.has_work)
+    assert world.late("as-long", 8000, 0.001) > 0.1
+
+
+def test_an_old_measurement_refuses_only_what_is_far_too_long() -> None:
+    """So that a machine that was slow for a while is measured again, also when all requests have a limit."""
+    world = lone_world()
+    takes = truth(0, [(0, 8000)])
+    assert world.late("now", 8000, 0.5 * takes)
+    world.now += FRESH_S + 1.0
+    assert world.late("far-too-long", 8000, 0.1 * takes)
+    assert not world.late("measured-again", 8000, 0.5 * takes)
+    world.until(lambda: not world.scheduler.has_work)
+    assert world.late("known-again", 8000, 0.5 * takes)
+
+
+def test_an_engine_says_that_a_prompt_takes_too_long(tmp_path: Path) -> None:
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path))
+    engine.scheduler.pace = taught()
+    assert engine.load_snapshot().decode_s == pytest.approx(truth(1, []), rel=0.1)
+    engine.submit(Request("late", [5] * 200, SamplingParams(max_tokens=4), patience_s=0.001))
+    output = engine.step()
+    assert output is not None
+    refused = error_of(output.deltas[0])
+    assert isinstance(refused, Overloaded) and refused.reason == "slo_ttft" and refused.retry_after
+    assert re.match(r"The prompt takes about 0\.\d s, longer than `x-slo-ttft-ms` leaves", refused.message)
+    assert not engine.has_work
+    engine.check_idle()
 
 
 def test_without_a_target_a_prompt_takes_the_whole_step() -> None:

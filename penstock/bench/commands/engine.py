@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.bench.options import (
+    DEFAULT_MODEL,
     Device,
     DType,
     DTypeOption,
@@ -26,7 +27,7 @@ def engine(
     workload: Annotated[
         list[str] | None, typer.Option("--workload", "-w", help="Workload name; repeat for several. Default: c1, c16.")
     ] = None,
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     shape: Annotated[
         str | None, typer.Option(help="Random weights of a named shape instead of a model (see --list).")
     ] = None,
@@ -97,8 +98,10 @@ def engine(
         show_choices(console())
         return
 
-    from penstock.bench import offline
+    from penstock.bench import offline, workloads
 
+    names = workload or ([] if calibrate else ["c1", "c16"])
+    shape = workloads.shape_of(names, shape, model_is_default=model == DEFAULT_MODEL)
     settings = offline.OfflineBenchSettings(
         model=model,
         shape=shape,
@@ -122,8 +125,8 @@ def engine(
     if calibrate is not None:
         from penstock.bench import calibration
 
-        calibration.main(settings, workload or (), calibrate, hardware, json_file, console())
+        calibration.main(settings, names, calibrate, hardware, json_file, console())
         return
     if hardware is not None:
         raise typer.BadParameter("--hardware is for --calibrate")
-    offline.main(settings, workload or ["c1", "c16"], json_file, console())
+    offline.main(settings, names, json_file, console())

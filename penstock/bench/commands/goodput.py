@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.options import Device, Json, Model, Weights, WeightsOption, console
+from penstock.bench.options import Device, Json, Model, Weights, WeightsOption, console, finite
 
 
 def goodput(
@@ -22,8 +22,8 @@ def goodput(
     ] = None,
     slo_ttft: Annotated[float, typer.Option(min=1, help="Objective: ms to the first token.")] = 500.0,
     slo_gap: Annotated[float, typer.Option(min=1, help="Objective: ms for 99% of the gaps of a request.")] = 30.0,
-    low: Annotated[float, typer.Option(min=0.01, help="Lowest rate, requests per second.")] = 4.0,
-    high: Annotated[float, typer.Option(min=0.02, help="A rate that cannot be kept.")] = 24.0,
+    low: Annotated[float, typer.Option(min=0.01, callback=finite, help="Lowest rate, requests per second.")] = 4.0,
+    high: Annotated[float, typer.Option(min=0.02, callback=finite, help="A rate that cannot be kept.")] = 24.0,
     runs: Annotated[int, typer.Option(min=1, help="Rates measured per target.")] = 5,
     token_budget: Annotated[int | None, typer.Option(min=1, help="Most tokens computed in one step.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Context window.")] = None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.options import Device, Json, Model, console
+from penstock.bench.options import DEFAULT_MODEL, Device, Json, Model, console, finite
 
 
 def http(
@@ -14,10 +14,11 @@ def http(
         list[str] | None,
         typer.Option("--workload", "-w", help="Workload; repeat for several. Default: c16, c64 if there is no --rate."),
     ] = None,
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     shape: Annotated[str | None, typer.Option(help="Random weights of a named shape instead of a model.")] = None,
     rate: Annotated[
-        list[float] | None, typer.Option("--rate", help="Open loop, requests per second; repeat for several.")
+        list[float] | None,
+        typer.Option("--rate", min=0.001, callback=finite, help="Open loop, requests per second; repeat for several."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Workload whose lengths the requests of open loops have.")] = "mix",
     offline: Annotated[bool, typer.Option("--offline/--no-offline", help="Also run the engine alone.")] = True,
@@ -39,8 +40,10 @@ def http(
 
         penstock bench http --shape llama-8b --device cuda --no-offline -w b64 -w long30k --rate 12 --rate 20
     """
-    from penstock.bench import through_http
+    from penstock.bench import through_http, workloads
 
+    names = workload or ([] if rate else ["c16", "c64"])
+    shape = workloads.shape_of(names, shape, model_is_default=model == DEFAULT_MODEL)
     chosen = through_http.ThroughHttpBenchSettings(
         model=model,
         device=device,
@@ -51,5 +54,4 @@ def http(
         lengths=lengths,
         serve=tuple(settings or ()),
     )
-    names = workload or ([] if rate else ["c16", "c64"])
     through_http.main(chosen, names, json_file, console())

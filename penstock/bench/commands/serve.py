@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.options import ApiKey, Arrivals, Html, Json, VocabSize, console
+from penstock.bench.options import ApiKey, Arrivals, Html, Json, VocabSize, console, finite
 
 
 def serve(
@@ -17,7 +17,10 @@ def serve(
         int | None, typer.Option("--concurrency", "-c", min=1, help="Closed loop: requests in flight. Default: 16.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Open loop: requests per second, whether or not they are served.")
+        float | None,
+        typer.Option(
+            min=0.001, callback=finite, help="Open loop: requests per second, whether or not they are served."
+        ),
     ] = None,
     arrivals: Annotated[
         Arrivals | None, typer.Option(help="How they arrive at that rate. Default: poisson.", show_default=False)
@@ -27,7 +30,9 @@ def serve(
         Path | None,
         typer.Option(help="Open loop: times and lengths from a file (JSON lines or CSV: at, input_len, output_len)."),
     ] = None,
-    speed: Annotated[float | None, typer.Option(min=0.001, help="Replay the trace this many times as fast.")] = None,
+    speed: Annotated[
+        float | None, typer.Option(min=0.001, callback=finite, help="Replay the trace this many times as fast.")
+    ] = None,
     most_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Open loop: beyond it requests wait, and are counted. Default: 1024.")
     ] = None,

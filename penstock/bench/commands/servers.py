@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.options import ApiKey, Json, VocabSize, console
+from penstock.bench.options import ApiKey, Json, VocabSize, console, finite
 
 
 def servers(
@@ -18,7 +18,7 @@ def servers(
     ] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option("--rate", min=0.01, help="Open loop, requests per second; repeat for several."),
+        typer.Option("--rate", min=0.01, callback=finite, help="Open loop, requests per second; repeat for several."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Workload whose lengths the requests of open loops have.")] = "mix",
     goodput: Annotated[
@@ -26,8 +26,8 @@ def servers(
     ] = False,
     slo_ttft: Annotated[float, typer.Option(min=1, help="Objective: ms to the first token.")] = 500.0,
     slo_gap: Annotated[float, typer.Option(min=1, help="Objective: ms for 99% of the gaps of a request.")] = 30.0,
-    low: Annotated[float, typer.Option(min=0.01, help="Lowest rate, requests per second.")] = 4.0,
-    high: Annotated[float, typer.Option(min=0.02, help="A rate that cannot be kept.")] = 24.0,
+    low: Annotated[float, typer.Option(min=0.01, callback=finite, help="Lowest rate, requests per second.")] = 4.0,
+    high: Annotated[float, typer.Option(min=0.02, callback=finite, help="A rate that cannot be kept.")] = 24.0,
     runs: Annotated[int, typer.Option(min=1, help="Rates measured on each server.")] = 5,
     requests: Annotated[int, typer.Option(min=1, help="Requests at each of these rates.")] = 256,
     repeat: Annotated[int, typer.Option(min=1, help="Turns of each server; medians are shown.")] = 3,

@@ -108,7 +108,7 @@ class LoraConfig:
             rank,
             alpha,
             # A pattern is not evaluated: it could take for ever, and the tensors say what it matched.
-            _strings(targets, "target_modules") if isinstance(targets, list) else None,
+            None if targets is None or isinstance(targets, str) else _strings(targets, "target_modules"),
             _strings(raw.get("exclude_modules"), "exclude_modules"),
             None if layers is None or layers == [] else _integers(layers, "layers_to_transform"),
             _strings(raw.get("target_parameters"), "target_parameters"),
@@ -137,7 +137,7 @@ class LoraConfig:
         return cls(
             rank,
             _alpha(raw, alpha_key) if alpha_key else 1,
-            _strings(targets, "target_modules") if isinstance(targets, list) else None,
+            None if targets is None or isinstance(targets, str) else _strings(targets, "target_modules"),
             _strings(raw.get("exclude_modules"), "exclude_modules"),
             None if layers is None or layers == [] else _integers(layers, "layers_to_transform"),
             rank_pattern=_patterns(raw.get("rank_pattern"), "rank_pattern", int) if patterns else {},

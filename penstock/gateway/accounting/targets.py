@@ -65,7 +65,7 @@ def _seconds(exchange: Exchange, name: str) -> float | None:
     if sent is None:
         return None
     try:
-        milliseconds = float(sent)
+        milliseconds = 0.0 if b"_" in sent else float(sent)  # Python alone reads 1_000 as a number
     except ValueError:
         milliseconds = 0.0
     if not 0 < milliseconds < math.inf:

@@ -98,7 +98,8 @@ def test_each_key_is_honoured_or_refused(base: Path, layout: AdapterLayout, tmp_
         ("init_lora_weights", "loftq"), ("init_lora_weights", "lora_ga"), ("init_lora_weights", "corda"),
         ("rank_pattern", "{'q_proj': 4}"), ("rank_pattern", "{'(a+)+b': 4}"),
         ("use_qalora", "True"), ("kasa_config", "True"),
-        ("target_modules", "['q_proj']"), ("exclude_modules", "['v_proj']"), ("layers_to_transform", "[0]"),
+        ("target_modules", "['q_proj']"), ("target_modules", "3"),
+        ("exclude_modules", "['v_proj']"), ("layers_to_transform", "[0]"),
         ("r", "4"), ("lora_bias", "True"),
     }  # fmt: skip
     assert not {(key, value) for key, value in refused if value in ("all-linear", ".*", "eva", "gaussian")}

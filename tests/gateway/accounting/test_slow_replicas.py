@@ -29,3 +29,24 @@ async def test_a_replica_that_is_slower_per_token_is_not_used(serving: Serving, 
             assert "x-slo-tpot-ms" in late.json()["error"]["message"] and "retry-after" in late.headers
             slow = await post("/v1/chat/completions", json={**CHAT, "max_tokens": 2}, headers={"x-slo-tpot-ms": "5000"})
             assert slow.status_code == 200
+
+
+async def test_a_replica_whose_tokens_were_late_only_because_of_prompts_is_used(
+    serving: Serving, text: TextModel
+) -> None:
+    """Its engine keeps prompts short enough for a request with a target, once that runs."""
+    engine = ScriptedEngine(text, "word " * 400, step_s=0.02, max_model_len=4096)
+    replica = InProcessBackend(engine)
+    gap = replica.token_gap
+    body = {**CHAT, "max_tokens": 2}
+    async with serving(engine, backend=ReplicaSet("tiny", [replica])) as running:
+        post = running.client.post
+        for decode_s, status in ((0.004, 503), (0.002, 200)):
+            engine.decode_s = decode_s  # the rest of a step goes to prompts
+            async with running.client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as going:
+                await anext(going.aiter_lines())
+                await eventually(
+                    lambda: (gap.seconds(gap._at) or 0) > 0.01 and replica.load.decode_s == engine.decode_s
+                )
+                reply = await post("/v1/chat/completions", json=body, headers={"x-slo-tpot-ms": "5"})
+                assert reply.status_code == status

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from penstock.backends.native import NativeBackend
+from penstock.bench.gateway.harness import cpu_seconds
 from penstock.protocol.versions import BEGUN_SINCE
 from penstock.routing.dispatch import Resilience
 from penstock.routing.registry import ServedModel
@@ -29,15 +30,18 @@ from penstock.text import TextModel
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import connected
 from tests.gateway.accounting.test_charges import settings, total
-from tests.gateway.accounting.test_targets import CHAT, PATHS
+from tests.gateway.accounting.test_targets import PATHS
 from tests.gateway.conftest import Running, Serving, eventually
 from tests.scripted import ScriptedEngine, make_text
 
 LIMIT_S = 0.3
-LIMIT = {"x-slo-ttft-ms": str(1000 * LIMIT_S)}
 IN_TIME_S = 5.0
 """On a busy machine; without a timer nothing would be answered before the engine goes on."""
-LONG = "x" * 3000
+
+
+def long_prompt(letter: str) -> str:
+    """Takes a few tenths of a second, unless a test has sent it before."""
+    return letter * 3000
 
 
 @dataclass
@@ -77,11 +81,20 @@ class World:
     engine: Engine
     replicas: ReplicaSet
 
-    async def ask(self, path: str = "/v1/chat/completions", **body: Any) -> tuple[httpx.Response, float]:
+    async def ask(
+        self, path: str = "/v1/chat/completions", limit_s: float | None = LIMIT_S, **body: Any
+    ) -> tuple[httpx.Response, float]:
         """A reply, and after how long it came."""
+        headers = {} if limit_s is None else {"x-slo-ttft-ms": str(1000 * limit_s)}
         began = time.monotonic()
-        reply = await self.it.client.post(path, json={**PATHS[path], **body}, headers=LIMIT)
+        reply = await self.it.client.post(path, json={**PATHS[path], **body}, headers=headers)
         return reply, time.monotonic() - began
+
+    async def measured(self, letter: str) -> float:
+        """Seconds that a long prompt takes, which the engine then knows too."""
+        reply, seconds = await self.ask("/v1/completions", None, prompt=long_prompt(letter), max_tokens=2)
+        assert reply.status_code == 200
+        return seconds
 
     @asynccontextmanager
     async def stopped(self) -> AsyncIterator[None]:
@@ -129,16 +142,18 @@ async def test_an_engine_that_stands_still_holds_nobody_longer_than_the_client_a
 
 async def test_a_prompt_that_has_begun_is_finished_however_late(world: World) -> None:
     (member,) = world.replicas.members
-    asked = asyncio.create_task(world.ask("/v1/completions", prompt=LONG, max_tokens=2))
+    limit_s = max(4 * await world.measured("a"), 1.0)
+    asked = asyncio.create_task(world.ask("/v1/completions", limit_s, prompt=long_prompt("b"), max_tokens=2))
     await eventually(lambda: any(leg.computing for leg in member.legs.values()))
     async with world.stopped():
         waiting = [asyncio.create_task(world.ask(stream=stream)) for stream in (False, True)]
         for reply, seconds in await asyncio.gather(*waiting):
             assert_refused(reply, seconds)
+        await asyncio.sleep(limit_s)
         assert not asked.done(), "it was not stopped in the midst of it"
     reply, seconds = await asked
-    assert reply.status_code == 200 and seconds > LIMIT_S
-    assert reply.json()["usage"] == {**reply.json()["usage"], "prompt_tokens": len(LONG), "completion_tokens": 2}
+    assert reply.status_code == 200 and seconds > limit_s
+    assert reply.json()["usage"] == {**reply.json()["usage"], "prompt_tokens": 3000, "completion_tokens": 2}
     await world.nothing_is_left()
 
 
@@ -180,7 +195,25 @@ async def test_an_engine_of_an_older_release_keeps_the_time_alone(
         await replicas.wait_ready(60)
         (member,) = replicas.members
         assert isinstance(member.backend, NativeBackend) and member.backend.protocol == BEGUN_SINCE - 1
-        body = {**CHAT, "messages": [{"role": "user", "content": LONG}], "max_tokens": 2}
-        asked = asyncio.create_task(it.client.post("/v1/chat/completions", json=body, headers={"x-slo-ttft-ms": "1"}))
-        await eventually(lambda: asked.done())
-        assert (await asked).status_code == 200
+        world = World(it, engine, replicas)
+        limit_s = max(4 * await world.measured("c"), 1.0)
+        before = cpu_seconds([engine.process.pid])
+        asked = asyncio.create_task(world.ask("/v1/completions", limit_s, prompt=long_prompt("d"), max_tokens=2))
+        await eventually(lambda: cpu_seconds([engine.process.pid]) > before + 0.05)
+        async with world.stopped():
+            await asyncio.sleep(limit_s)
+        reply, seconds = await asked
+        assert reply.status_code == 200 and seconds > limit_s
+
+
+async def test_a_prompt_that_takes_longer_than_its_client_allows_is_refused(world: World) -> None:
+    limit_s = await world.measured("e") / 3
+    before = await total(world.it)
+    text, chat = {"prompt": long_prompt("f")}, {"messages": [{"role": "user", "content": long_prompt("g")}]}
+    for path, sent in (("/v1/completions", text), ("/v1/chat/completions", {**chat, "stream": True})):
+        reply, _ = await world.ask(path, limit_s, max_tokens=2, **sent)
+        assert (reply.status_code, reply.headers["x-penstock-reason"]) == (503, "slo_ttft"), reply.text
+        assert "longer than `x-slo-ttft-ms` leaves" in reply.json()["error"]["message"]
+        assert int(reply.headers["retry-after"]) >= 1
+    assert (await total(world.it))["completion_tokens"] == before["completion_tokens"]
+    await world.nothing_is_left()

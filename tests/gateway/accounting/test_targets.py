@@ -51,7 +51,7 @@ async def test_only_the_first_of_several_choices_must_begin_in_time(serving: Ser
         assert first is not None and others == [None, None]
 
 
-@pytest.mark.parametrize("sent", ["soon", "0", "-5", "inf", "nan", ""])
+@pytest.mark.parametrize("sent", ["soon", "0", "-5", "inf", "nan", "", "1_000"])
 async def test_what_is_no_target_is_refused(serving: Serving, text: TextModel, sent: str) -> None:
     engine = ScriptedEngine(text)
     async with serving(engine) as running:

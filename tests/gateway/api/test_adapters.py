@@ -132,10 +132,13 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
 
         async def load(**body: Any) -> tuple[int, str]:
             answer = await client.post("/v1/admin/adapters", json={"source": str(folders["one"]), **body})
-            return answer.status_code, answer.json()["error"]["message"]
+            failed = answer.json()["error"]
+            assert failed["code"] != "adapter_failed" or failed["param"] == "source"
+            return answer.status_code, failed["message"]
 
         answer = await complete(client, "large")
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "adapter_failed"
+        assert answer.json()["error"]["param"] == "model"
         assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
         state = ""
