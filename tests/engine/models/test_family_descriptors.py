@@ -39,8 +39,8 @@ CHANNEL_DECAYS = (
     ".g_b_proj.weight",
 )  # fmt: skip
 """The same of Kimi Linear's, and what makes its output gates."""
-INDEXERS = (".indexer.weights_proj.weight", ".scorer.weights_proj.weight")
-"""The weights of an indexer's heads."""
+INDEXERS = (".indexer.weights_proj.weight", ".scorer.weights_proj.weight", ".index_qk_proj.weight")
+"""The weights of an indexer's heads, and Qwen4's projections."""
 SHORT_CONVOLUTIONS = (".conv.conv.weight",)
 """LFM2's."""
 TOKEN_INPUTS = (".per_layer_input_gate.weight", ".per_layer_projection.weight", ".per_layer_model_projection.weight")
@@ -57,8 +57,8 @@ IN_NORMS = (".W_down.weight", ".W_up.weight", ".q_layernorm.weight", ".k_layerno
 """A.X K2's gates behind norms, and StableLM's norms of heads, a row for each."""
 POOLS = (".index_kpool_compress_ape", ".index_kpool_compress_gate")
 """What weighs the keys of GLM-5-Next's pools."""
-N_GRAMS = (".ngram_embedding.weight",)
-"""Tables of Qwen4, which are looked up."""
+N_GRAMS = (".ngram_embedding.weight", ".ple.key_proj.weight", ".ple.value_proj.weight")
+"""Tables of Qwen4, which are looked up, and what weighs what was found."""
 DENSE = (
     ROUTERS + DELTA_NETS + CHANNEL_DECAYS + INDEXERS + SHORT_CONVOLUTIONS + DEEPSEEK_V4 + TOKEN_INPUTS
     + STREAMS + IN_NORMS + POOLS + N_GRAMS
