@@ -22,9 +22,12 @@ struct alignas(64) TileShape {
     uint8_t rows[16] = {};
 };
 
-// The intrinsic of GCC 12 tells the compiler of the first eight bytes alone, which may then leave out what is stored to the
-// others: registers without a shape, and an illegal instruction where one is used.
-PK_INLINE void load_shape(const TileShape& shape) { asm volatile("ldtilecfg %0" ::"m"(shape)); }
+// The intrinsic of GCC 12 tells the compiler of the first eight bytes alone, which could then leave out what is stored to
+// the others: registers without a shape, and an illegal instruction where one is used. The empty statement reads them all.
+PK_INLINE void load_shape(const TileShape& shape) {
+    asm volatile("" ::"m"(shape));
+    _tile_loadconfig(&shape);
+}
 
 // Registers 0..3: sums; 4, 5: activations of the first and second 16 rows; 6, 7: weights.
 // Loading the shape also zeroes them.
