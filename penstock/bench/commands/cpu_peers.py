@@ -28,6 +28,9 @@ def cpu_peers(
     flash_attention: Annotated[
         bool, typer.Option("--flash-attention", help="llama.cpp with it (off is faster on most CPUs).")
     ] = False,
+    isa: Annotated[
+        str | None, typer.Option(help="Penstock as on a CPU without more than this instruction set, such as avx2.")
+    ] = None,
     json_file: Json = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the engines print.")] = False,
 ) -> None:
@@ -43,6 +46,8 @@ def cpu_peers(
         penstock bench cpu-peers --python llama.cpp=peers/bin/python -w c1 -w ttft128 --rounds 3 --json results.json
 
         penstock bench cpu-peers --folder SmolLM2-135M-Instruct
+
+        penstock bench cpu-peers --isa avx2 --peer llama.cpp -w c1 -w c16
     """
     import os
 
@@ -59,6 +64,7 @@ def cpu_peers(
         peers=tuple(peer or ()),
         peer_models=assignments("--peer-model", peer_model, tuple(measured.MODULES)),
         flash_attention=flash_attention,
+        isa=isa,
         verbose=verbose,
     )
     measured.main(settings, json_file, console())

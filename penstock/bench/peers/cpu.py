@@ -23,6 +23,7 @@ from rich.console import Console
 
 from penstock.bench import report
 from penstock.bench.gateway.harness import free_port
+from penstock.engine.backends.cpu.build import isa_choices
 from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.errors import ConfigError
 from penstock.sources.resolve import resolve
@@ -69,6 +70,8 @@ class CpuPeersBenchSettings:
     """The same model in a peer's best form."""
     flash_attention: bool = False
     """llama.cpp with it (off is faster on most CPUs)."""
+    isa: str | None = None
+    """Penstock computes as on a CPU that has no more than this instruction set; peers use whatever they find."""
     verbose: bool = False
 
 
@@ -173,6 +176,8 @@ def main(settings: CpuPeersBenchSettings, json_file: Path | None, console: Conso
     unknown = [name for name in settings.workloads if name not in chosen]
     if unknown:
         raise ConfigError(f"unknown workload {unknown[0]!r}; there are: {', '.join(chosen)}")
+    if settings.isa is not None and settings.isa not in isa_choices()[1:]:
+        raise ConfigError(f"unknown instruction set {settings.isa!r}; there are: {', '.join(isa_choices()[1:])}")
     chosen = {name: chosen[name] for name in settings.workloads or chosen}
     path = resolve(settings.model)
     vocabulary = int(open_checkpoint(path).config["vocab_size"])
@@ -184,9 +189,10 @@ def main(settings: CpuPeersBenchSettings, json_file: Path | None, console: Conso
         "slots": max(workload.at_once for workload in chosen.values()),
         "context": max(workload.inputs + workload.outputs for workload in chosen.values()) + 16,
         "flash_attention": settings.flash_attention, "program": shutil.which("llama-server"),
-        "quiet": not settings.verbose,
+        "quiet": not settings.verbose, "isa": settings.isa,
     }  # fmt: skip
-    console.print(f"[bold]{settings.model}[/bold], {settings.threads} threads: {report.machine_line()}")
+    limited = f", Penstock without more than {settings.isa}" if settings.isa else ""
+    console.print(f"[bold]{settings.model}[/bold], {settings.threads} threads: {report.machine_line()}{limited}")
     for reason in missing:
         console.print(f"not here: {reason}", style="dim")
     running: list[Peer] = []

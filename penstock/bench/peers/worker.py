@@ -28,10 +28,22 @@ class BenchedEngine(Protocol):
     def run(self, prompts: Sequence[Prompt], output: int, at_once: int) -> list[float]: ...
 
 
+def limit(isa: str) -> None:
+    """This process computes as on a CPU that has no more than an instruction set; before PyTorch is imported."""
+    if isa in ("generic", "avx2", "avxvnni"):
+        os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+    from penstock.engine.backends.cpu import native
+
+    native.limit_to(isa)
+
+
 class Penstock:
     """The engine in this process, step by step."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        if settings["isa"] is not None:
+            limit(settings["isa"])
         from penstock.engine.config import EngineConfig
         from penstock.engine.core import Engine
 
