@@ -179,7 +179,8 @@ def log_levels() -> Iterator[None]:
     kept = [(logger, logger.level, list(logger.handlers)) for logger in map(logging.getLogger, ("", "penstock"))]
     yield
     for logger, level, handlers in kept:
-        logger.setLevel(level)
+        if logger.level != level:  # for each, all loggers forget what they log
+            logger.setLevel(level)
         logger.handlers[:] = handlers
 
 

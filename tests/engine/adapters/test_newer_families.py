@@ -74,10 +74,12 @@ CASES = [
 ]
 
 
-BRIEF = [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+QUICK = ("step3.5", "hrm-text")
+CACHED = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+"""Prefixes: one with a window, and the one whose layers run several times."""
 
 
-@pytest.fixture(scope="module", params=BRIEF)
+@pytest.fixture(scope="module", params=CACHED)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -199,8 +201,10 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "PromptTuningConfig") for family in FAMILIES[:-1]),
-        pytest.param(FAMILIES[-1], "PromptTuningConfig", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "PromptTuningConfig", marks=() if family == "hrm-text" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
         ("hrm-text", "PrefixTuningConfig"),
     ],
 )
