@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _pytest.logging
 import httpx._config
 import httpx._transports.default
 import httpx2._config
@@ -123,6 +124,21 @@ for default in (httpx._config.DEFAULT_TIMEOUT_CONFIG, httpx2._config.DEFAULT_TIM
 # All commands are built anew for each one that is run.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
+
+class RootCatchesLogs(_pytest.logging.catching_logs[Any]):
+    """As all loggers propagate (`pytest_collection_modifyitems`), the root has every record: to look at hundreds of
+    loggers six times a test takes longer than many tests."""
+
+    def __enter__(self) -> Any:
+        if self.level is not None:
+            return super().__enter__()
+        logging.root.addHandler(self.handler)
+        self.attached_loggers.append(logging.root)
+        return self.handler
+
+
+_pytest.logging.catching_logs = RootCatchesLogs  # type: ignore[misc]
+
 # Thousands of modules are imported now, and nothing of them becomes garbage.
 gc.disable()
 
@@ -146,7 +162,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)  # tests leave little behind: it need not be looked for as often as by default
     gc.enable()
-    # torch has dozens of loggers that do not propagate: pytest attaches itself to each of them, six times a test.
+    # torch has dozens of loggers that do not propagate.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -179,7 +195,8 @@ def log_levels() -> Iterator[None]:
     kept = [(logger, logger.level, list(logger.handlers)) for logger in map(logging.getLogger, ("", "penstock"))]
     yield
     for logger, level, handlers in kept:
-        logger.setLevel(level)
+        if logger.level != level:  # for each, all loggers forget what they log
+            logger.setLevel(level)
         logger.handlers[:] = handlers
 
 

@@ -57,7 +57,7 @@ class Drill:
         )
         self.gateway = subprocess.Popen(command)
 
-    def ready(self, within: float = 30.0) -> None:
+    def ready(self, within: float = 180.0) -> None:
         deadline = time.monotonic() + within
         with httpx.Client(timeout=5, verify=False) as client:
             while True:

@@ -92,7 +92,7 @@ async def load(running: Drill, count: int, kills: int, chance: random.Random) ->
     return seen
 
 
-async def settled(running: Drill, within: float = 20.0) -> list[tuple[Any, ...]]:
+async def settled(running: Drill, within: float = 180.0) -> list[tuple[Any, ...]]:
     """Every charge, once none is open any more: its id, request, tokens and who settled it."""
     database = await open_database(running.store)
     ledger = Ledger(database)

@@ -9,5 +9,5 @@ import torch
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed looks for devices of all kinds, which takes longer
     np.random.seed(0)

@@ -43,6 +43,8 @@ BRIEF = (
     "youtu", "granite-swa", "granite-moe-swa", "afmoe", "axk1", "minicpm3", "cohere2-moe",
     "qwen4-exp", "axk2", "hy-v4", "hrm-text", "mimo-v2-flash", "laguna",
     "minimax-m3", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next",
+    "gemma", "granite", "ministral", "smollm3", "cohere2", "hunyuan", "glm4", "granite4", "granite4-hybrid",
+    "gemma4-experts", "deepseek-v2-lite", "kimi-linear",
 )  # fmt: skip
 """These too; in the quick one they are compared briefly."""
 SLOW = VARIANTS | COMBINED | {*BRIEF}

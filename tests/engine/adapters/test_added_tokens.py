@@ -166,7 +166,7 @@ def test_room_is_what_the_configuration_says(base: Path, specs: tuple[AdapterSpe
     assert "unless adapter_tokens is at least that" in failure(base, adapter, adapter_tokens=COUNT - OWN - 1)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ngrams_are_of_their_ids(tmp_path: Path, stages: int) -> None:
     """As in transformers, where a larger embedding does not change how ids are hashed."""
     base = write_checkpoint("qwen4-exp", tmp_path / "base", ple_layer_ids=[1, 4])

@@ -75,7 +75,7 @@ def test_an_adapter_equals_merging_it(base: Path, tmp_path: Path, kind: str) -> 
 def test_ranks_give_the_same(base: Path, tmp_path: Path, kind: str, grid: tuple[int, int]) -> None:
     trained(base, tmp_path, kind)
     specs = (AdapterSpec("tuned", str(tmp_path)),)
-    requests = [ask(f"r{i}", prompt, "tuned" if i % 2 else "") for i, prompt in enumerate(prompts(5, longest=90))]
+    requests = [ask(f"r{i}", prompt, "tuned" if i % 2 else "", 8) for i, prompt in enumerate(prompts(4, longest=90))]
     alone = generate(make_engine(base, adapters=specs), *requests)
     with threaded_engine(base, *grid, adapters=specs, token_budget=40) as ranks:
         assert generate(ranks, *requests) == alone

@@ -70,7 +70,11 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
             marks=pytest.mark.slow,
         ),
         ("minimax-m3", {"rank": 4, "targets": (*QKV, "o_proj", "gate_up_proj", "down_proj"), "size": 0.3}),
-        ("step3.5", {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
+        pytest.param(  # quick: of all its parts, in test_newer_families.py
+            "step3.5",
+            {"rank": 4, "targets": (*QKV, "g_proj", "o_proj", "gate_proj", "down_proj"), "size": 0.3},
+            marks=pytest.mark.slow,
+        ),
         ("mimo-v2-flash", {"rank": 4, "targets": (*QKV, "o_proj", "gate_proj", "down_proj"), "size": 0.3}),
         pytest.param(
             "gemma4-experts",

@@ -27,8 +27,6 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 FAMILIES = ("axk2", "hy-v4", "hrm-text", "step3.5", "mistral-large4", "muse-glimmer", "muse-spark", "glm5-next")
-BRIEFLY = FAMILIES[:4]
-"""In the quick suite these alone, where it has several."""
 WITHOUT_EXPERTS = ("hrm-text", "muse-glimmer")
 SOME = [pytest.param(family, marks=() if family == "step3.5" else pytest.mark.slow) for family in FAMILIES]
 """In the quick suite one of them."""
@@ -96,10 +94,12 @@ CASES = [
 ]
 
 
-BRIEF = [pytest.param(family, marks=() if family in BRIEFLY else pytest.mark.slow) for family in FAMILIES]
+QUICK = ("step3.5", "hrm-text")
+CACHED = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+"""Prefixes: one with a window, and the one whose layers run several times."""
 
 
-@pytest.fixture(scope="module", params=BRIEF)
+@pytest.fixture(scope="module", params=CACHED)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -226,7 +226,7 @@ def test_cached_prefixes_are_those_of_an_adapter(base: tuple[str, Path], tmp_pat
     ("family", "kind"),
     [
         *(
-            pytest.param(family, "PromptTuningConfig", marks=() if family in BRIEFLY else pytest.mark.slow)
+            pytest.param(family, "PromptTuningConfig", marks=() if family == "hrm-text" else pytest.mark.slow)
             for family in FAMILIES
         ),
         ("hrm-text", "PrefixTuningConfig"),

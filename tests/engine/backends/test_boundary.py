@@ -44,9 +44,9 @@ def problems(source: str) -> Iterator[str]:
 MODULES = sorted(path for path in ENGINE.rglob("*.py") if not path.is_relative_to(BACKENDS))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ENGINE)))
-def test_a_module_outside_backends_does_not_know_its_backend(path: Path) -> None:
-    assert list(problems(path.read_text())) == []
+def test_modules_outside_backends_do_not_know_their_backend() -> None:
+    found = {str(path.relative_to(ENGINE)): list(problems(path.read_text())) for path in MODULES}
+    assert len(found) > 300 and {path: wrong for path, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_fp8_in_tiles_with_experts_in_four_bits(tmp_path: Path) -> None:
     save_file(as_published(stored, few_bits=True), plain / "model.safetensors", metadata={"format": "pt"})
     form = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
     publish(stored, quantization_config={**form, "weight_block_size": [32, 32]})
-    reference, asked = Reference(plain), requests(2)
+    reference, asked = Reference(plain), requests(2, 50, 8)
     for weights in ("dense", "auto"):
         engine = make_engine(stored, weights=weights)
         got = generate(engine, *asked)
@@ -391,9 +391,10 @@ def test_a_published_configuration() -> None:
 
 
 def test_later_stages_choose_experts_by_token_ids(folder: Path) -> None:
-    expected = generate(make_engine(folder, token_budget=32), *requests())
+    asked = requests(2, 60, 8)
+    expected = generate(make_engine(folder, token_budget=32), *asked)
     with threaded_engine(folder, 1, 4, token_budget=32) as engine:
-        assert generate(engine, *requests()) == expected
+        assert generate(engine, *asked) == expected
 
 
 def test_grids_that_divide_it() -> None:

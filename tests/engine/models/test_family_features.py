@@ -92,16 +92,16 @@ def test_variants_of_a_family_on_ranks(family: str, changes: dict[str, Any], tmp
             {"expert_parallel": True, "attention_parallel": "data"},
             marks=pytest.mark.slow,
         ),
-        ("laguna", 2, 2, {}),
+        pytest.param("laguna", 2, 2, {}, marks=pytest.mark.slow),  # quick: blocks of grids in test_laguna.py
         pytest.param("laguna", 4, 1, {}, marks=pytest.mark.slow),
         pytest.param("laguna", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("laguna", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
         pytest.param("laguna-elements", 2, 3, {}, marks=pytest.mark.slow),
-        ("step3.5", 2, 3, {}),
+        pytest.param("step3.5", 2, 3, {}, marks=pytest.mark.slow),  # quick: with adapters, in test_newer_families.py
         pytest.param("step3.5", 2, 1, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param("step3.5-biased", 2, 2, {}, marks=pytest.mark.slow),
         pytest.param("step3.5", 2, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
-        ("minimax-m3", 2, 2, {}),
+        pytest.param("minimax-m3", 2, 2, {}, marks=pytest.mark.slow),  # quick: blocks of grids in test_minimax_m3.py
         pytest.param("minimax-m3", 4, 1, {}, marks=pytest.mark.slow),  # two KV heads for four shards
         pytest.param("minimax-m3", 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param(

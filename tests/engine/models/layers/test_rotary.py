@@ -17,6 +17,8 @@ from penstock.errors import CheckpointError
 
 CPU = torch.device("cpu")
 POSITIONS = 131_072
+COMPARED = torch.cat((torch.arange(2048), torch.arange(2048, POSITIONS, 61), torch.arange(POSITIONS - 64, POSITIONS)))
+"""The reference takes long for all of them."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
@@ -44,8 +46,8 @@ def test_tables_equal_the_reference(scaling: str) -> None:
         hidden_size=256, num_attention_heads=4, max_position_embeddings=POSITIONS, rope_parameters=SCALINGS[scaling]
     )
     rope = read_rope(config.to_dict())
-    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(POSITIONS).unsqueeze(0))
-    compare(cos_sin_table(rope, 64, POSITIONS, CPU), theirs)
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), COMPARED.unsqueeze(0))
+    compare(cos_sin_table(rope, 64, POSITIONS, CPU)[COMPARED], theirs)
 
 
 @pytest.mark.parametrize("positions", [4096, 4097])
