@@ -22,6 +22,7 @@ that caused it is failed (`recovery`).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -345,7 +346,7 @@ class Engine:
     def _refuse_overdue(self, now: float) -> None:
         """What should have begun by now and has not, and what would begin and come too late."""
         for seq, seconds in self.scheduler.take_late():
-            self._emission.finish(seq, "error", f"{PROMPT_TOO_SLOW} about {seconds:.1f} s")
+            self._emission.finish(seq, "error", f"{PROMPT_TOO_SLOW} about {math.ceil(1e3 * seconds)} ms")
         for seq in self.scheduler.overdue(now):
             self._emission.finish(seq, "error", WAITED)
 
