@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -18,11 +19,13 @@ from penstock.bench import bounds, profiler, report, shapes, stats, workloads
 from penstock.bench.adapters import compare_adapters
 from penstock.bench.engine import Metrics, Run, run, summarize
 from penstock.bench.workloads import Workload
+from penstock.engine.backends.host_memory import HostMemory, is_host
 from penstock.engine.backends.select import pick_device, pick_dtype
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
 from penstock.engine.kv.kinds import BothKinds, PagedKV, PagedLatent
-from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint, tensor_shapes
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.loading.checkpoint import Checkpoint
@@ -39,6 +42,7 @@ COLUMNS = (
     "TFLOP/s",
     "of bound",
 )
+_BITS = {"int4": 4, "int8": 8, "fp8": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,10 @@ def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Co
             label = f"{settings.shape} (random weights)"
             device = pick_device(settings.device)
             dtype = pick_dtype(settings.dtype, device)
-            checkpoint: Checkpoint = RandomCheckpoint(shapes.named(settings.shape), device=device, dtype=dtype)
+            shape = shapes.named(settings.shape)
+            if is_host(device):
+                check_room(settings.shape, shape, dtype, settings.weights)
+            checkpoint: Checkpoint = RandomCheckpoint(shape, device=device, dtype=dtype)
             model = settings.shape
         else:
             label = settings.model
@@ -152,6 +159,18 @@ def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Co
         while engine.improve():  # as an engine does that has nothing to do yet
             pass
     return Loaded(engine, checkpoint, label, seconds)
+
+
+def check_room(name: str, shape: dict[str, Any], dtype: torch.dtype, weights: str) -> None:
+    """Refuses a shape whose weights cannot lie in host memory: the system would end some process or other for it."""
+    bits = 4 if "quantization_config" in shape else _BITS.get(weights, 8 * dtype.itemsize)
+    least = sum(math.prod(size) for size in tensor_shapes(shape).values()) * bits // 8
+    free = HostMemory().available()
+    if least > free:
+        raise ConfigError(
+            f"the weights of {name} take at least {least / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are "
+            f"free; choose fewer layers (--shape {name.partition(':')[0]}:2), fewer bits (--weights int4), or another device"
+        )
 
 
 def _open(source: str, progress: Callable[[str, int, int | None], None]) -> tuple[str, Checkpoint]:

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from penstock.bench import shapes
 from penstock.bench.choices import show_choices
+from penstock.bench.offline import check_room
+from penstock.engine.backends.host_memory import HostMemory
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
@@ -116,3 +118,11 @@ def test_every_shape_runs_with_random_weights(name: str) -> None:
     apart = config["num_hidden_layers"] * config.get("index_n_heads", 0) * config["hidden_size"]
     assert engine.runner.decoder.weight_bytes == 4 * (sum(shapes.parameters(config)) + apart)
     assert len(generate(engine, greedy("a", list(range(40)), 5))["a"]) == 5
+
+
+def test_a_shape_that_memory_cannot_hold_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostMemory, "available", lambda self: 20 << 30)
+    shape = shapes.named("qwen3-30b-a3b:24")
+    with pytest.raises(ConfigError, match=r"take at least 58\.0 GiB, and 20\.0 GiB of memory are free; .*:2\)"):
+        check_room("qwen3-30b-a3b:24", shape, torch.float32, "auto")
+    check_room("qwen3-30b-a3b:24", shape, torch.float32, "int4")
