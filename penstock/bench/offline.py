@@ -169,7 +169,8 @@ def check_room(name: str, shape: dict[str, Any], dtype: torch.dtype, weights: st
     if least > free:
         raise ConfigError(
             f"the weights of {name} take at least {least / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are "
-            f"free; choose fewer layers (--shape {name.partition(':')[0]}:2), fewer bits (--weights int4), or another device"
+            f"free; choose fewer layers (--shape {name.partition(':')[0]}:2), fewer bits (--weights int4) or another "
+            "device"
         )
 
 
