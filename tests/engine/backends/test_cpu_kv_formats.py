@@ -182,7 +182,7 @@ def test_prompts_with_sinks_and_caps_read_what_the_cache_holds(
     """Also with values of very different sizes side by side."""
     torch.manual_seed(5)
     layout = HeadLayout(6, 2, 64, 0.125, window, softcap=softcap)
-    batch, num_blocks = make_batch([(170, 170), (90, 20), (64, 2)], 16, seed=5)
+    batch, num_blocks = make_batch([(170, 170), (650, 40), (700, 2)], 16, seed=5)
     k, v, scales = poisoned(num_blocks, layout, 16, INT8)
     for cache, scale, spread in ((k, scales[0], 1.0), (v, scales[1], 5.0)):
         cache.copy_(torch.randn(cache.shape).mul(40).clamp(-127, 127).to(INT8))
@@ -201,7 +201,7 @@ def test_a_token_does_not_depend_on_the_others_of_its_step(ops: Ops) -> None:
         pytest.skip("PyTorch chooses its products by their sizes")
     torch.manual_seed(6)
     layout = HeadLayout(6, 2, 64, 0.125)
-    whole, num_blocks = make_batch([(150, 150)], 16, seed=6)
+    whole, num_blocks = make_batch([(750, 150)], 16, seed=6)
     k, v, scales = poisoned(num_blocks, layout, 16, INT8)
     for cache, scale in ((k, scales[0]), (v, scales[1])):
         cache.copy_(torch.randn(cache.shape).mul(40).clamp(-127, 127).to(INT8))
@@ -214,9 +214,9 @@ def test_a_token_does_not_depend_on_the_others_of_its_step(ops: Ops) -> None:
             positions=whole.positions[:length],
             slots=whole.slots[:length],
             query_starts=torch.tensor([0, length], dtype=torch.int32),
-            context_lens=torch.tensor([length], dtype=torch.int32),
+            context_lens=torch.tensor([600 + length], dtype=torch.int32),
             max_query=length,
-            max_context=length,
+            max_context=600 + length,
         )
         assert torch.equal(ops.attention(q[:length], layout, part, k, v, scales), outs[:length])
 

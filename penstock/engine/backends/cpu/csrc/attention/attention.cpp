@@ -29,7 +29,7 @@ void prefill(const AttentionArgs& a, const Task& task, float* scratch) {
 #endif
 #if defined(PK_PAIR_PRODUCTS)
     if constexpr (std::is_same<C, s8>::value)
-        if (by_pairs(a)) return Int8PrefillTile(a, task, scratch).run();
+        if (by_pairs(a, task)) return Int8PrefillTile(a, task, scratch).run();
 #endif
     prefill_tile<C>(a, task, scratch);
 }

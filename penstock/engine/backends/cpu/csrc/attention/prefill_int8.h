@@ -3,6 +3,8 @@
 // Queries keep 15 bits, int8 keys and values are exact, and the softmax weights of a panel of keys keep 15 bits beside
 // the largest of them: panels are summed up in float32, so that small weights of other panels lose nothing.
 // A row of queries is quantized by itself, so its result does not depend on the other rows of its tile.
+// Only tiles far into a context are computed so: with few keys there is little to gain, and float32 is closer. With
+// `fixed`, where results may not depend on how prompts are cut into tiles, none are.
 
 #pragma once
 
@@ -20,6 +22,7 @@ namespace pk::PK_SET {
 constexpr int kRowBlock = VB == 64 ? 6 : 3;    // rows of queries whose sums are in registers,
 constexpr int kSumVectors = VB == 64 ? 4 : 2;  // and vectors of them a row
 constexpr int kWidestPairs = 512;              // numbers of a head whose products cannot overflow: 2^15 * 2^7 * 2^9
+constexpr int kPairsFrom = 512;                // position of the first token of a tile
 constexpr float kWeightUnits = 32767;
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
@@ -99,10 +102,15 @@ PK_INLINE void pair_products(const int16_t* a, int as, const int32_t* b, int bs,
 }
 
 inline bool by_pairs(const AttentionArgs& a) {
-    return a.cache_dtype == 3 && a.head_dim % (2 * VL) == 0 && a.head_dim <= kWidestPairs;
+    return !a.fixed && a.cache_dtype == 3 && a.head_dim % (2 * VL) == 0 && a.head_dim <= kWidestPairs;
 }
 
-// Of the scratch of `prefill_int8_tile`, which is whole vectors from beginning to end.
+inline bool by_pairs(const AttentionArgs& a, const Task& task) {
+    const int fresh = a.query_starts[task.sequence + 1] - a.query_starts[task.sequence];
+    return by_pairs(a) && a.context_lens[task.sequence] - fresh + task.begin >= kPairsFrom;
+}
+
+// Of the scratch of `Int8PrefillTile`, which is whole vectors from beginning to end.
 inline size_t prefill_int8_floats(const AttentionArgs& a, int rows) {
     return size_t(rows) * (a.head_dim + a.head_dim / 2) + 3 * size_t(padded(rows)) +
            size_t(kPanel) * (a.head_dim + 2 + kRowBlock + kRowBlock / 2 + 1) + kRowBlock * VL;
