@@ -143,7 +143,8 @@ async def test_an_engine_that_stands_still_holds_nobody_longer_than_the_client_a
 async def test_a_prompt_that_has_begun_is_finished_however_late(world: World) -> None:
     (member,) = world.replicas.members
     limit_s = max(4 * await world.measured("a"), 1.0)
-    asked = asyncio.create_task(world.ask("/v1/completions", limit_s, prompt=long_prompt("b"), max_tokens=2))
+    sent = {"prompt": long_prompt("b"), "max_tokens": 2, "ignore_eos": True}
+    asked = asyncio.create_task(world.ask("/v1/completions", limit_s, **sent))
     await eventually(lambda: any(leg.computing for leg in member.legs.values()))
     async with world.stopped():
         waiting = [asyncio.create_task(world.ask(stream=stream)) for stream in (False, True)]
