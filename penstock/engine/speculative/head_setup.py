@@ -6,7 +6,6 @@ between them; what is read in later stages of a pipeline comes back with the fin
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +35,7 @@ from penstock.engine.speculative.head_proposer import HeadProposer
 from penstock.engine.speculative.mtp import load_mtp
 from penstock.engine.startup.part import Part, Phases, open_weights
 from penstock.errors import CheckpointError, ConfigError
+from penstock.machine import usable_cores
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
@@ -94,7 +94,7 @@ def load_head(
     """On rank 0: the head that the configuration names, or that the checkpoint has."""
     if member is not None and member.place.rank > 0:
         return None
-    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
+    threads = config.threads or max(1, usable_cores() // (1 if member is None else member.neighbours))
     device = pick_device(config.device)
     if member is not None:
         device = member.device(device)
