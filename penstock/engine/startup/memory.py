@@ -21,6 +21,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.errors import ConfigError
+from penstock.machine import usable_memory
 
 _UNBOUNDED = 1 << 16
 """Slots in host memory of what takes none on this rank; others have less room."""
@@ -129,6 +130,8 @@ def count_host_blocks(config: EngineConfig, shape: CacheShape, recurrent: bool =
         raise ConfigError(
             "host_memory keeps blocks for later prompts, which prefix_cache: false forbids; set one of them"
         )
+    if config.host_memory > (free := usable_memory().available):
+        raise ConfigError(f"host_memory: {_gib(config.host_memory)} are more than the {_gib(free)} that are free")
     memory = config.host_memory // 2 if recurrent else config.host_memory
     slots = memory // shape.block_bytes if shape.block_bytes else _UNBOUNDED
     states = memory // shape.state_bytes if shape.state_bytes else _UNBOUNDED

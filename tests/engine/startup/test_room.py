@@ -65,6 +65,12 @@ def test_what_just_fits_is_served(tmp_path: Path, leave: Callable[[int], None], 
     assert len(generate(make_engine(folder, num_blocks=20), greedy("r", [1, 2, 3], 4))["r"]) == 4
 
 
+def test_a_host_tier_that_memory_cannot_hold_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint("llama-gqa", tmp_path)
+    with pytest.raises(ConfigError, match=r"host_memory: 1048576\.00 GiB are more than the .* GiB that are free"):
+        make_engine(folder, num_blocks=20, host_memory=1 << 50)
+
+
 def test_a_device_that_is_full_says_so(leave: Callable[[int], None]) -> None:
     class Full(RandomCheckpoint):
         def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
