@@ -71,6 +71,16 @@ def test_a_host_tier_that_memory_cannot_hold_is_refused(tmp_path: Path) -> None:
         make_engine(folder, num_blocks=20, host_memory=1 << 50)
 
 
+def test_an_engine_has_as_many_threads_as_it_may_use_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, before = write_checkpoint("llama-gqa", tmp_path), torch.get_num_threads()
+    monkeypatch.setattr("penstock.engine.startup.part.usable_cores", lambda: 3)
+    try:
+        make_engine(folder, threads=None, num_blocks=20)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_device_that_is_full_says_so(leave: Callable[[int], None]) -> None:
     class Full(RandomCheckpoint):
         def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
