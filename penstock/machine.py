@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+CORES = "PENSTOCK_CORES"
+"""A variable with the most cores to use, where no group limits them: a pod that has asked for some may use all."""
+
 _ROOT = Path("/")
 _CACHE_V2 = ("inactive_file", "active_file", "slab_reclaimable")
 _CACHE_V1 = ("total_inactive_file", "total_active_file")
@@ -24,9 +27,11 @@ class Memory(NamedTuple):
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """The cores that this process may be run on, and no more than its groups may use of them. A part of a core is none:
-    threads that wait for each other are as slow as the one that is held back. At least 1."""
+    """The cores that this process may be run on, at most as many as its groups and `CORES` allow. A part of a core is
+    none: threads that wait for each other are as slow as the one that is held back. At least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if (allowed := os.environ.get(CORES, "")).isdecimal() and int(allowed):
+        cores = min(cores, int(allowed))
     for group in _groups("cpu", root):
         match [*_words(group / "cpu.max"), *_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]:
             case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period):  # else max, or -1

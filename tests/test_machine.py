@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.interpreter import python
-from penstock.machine import usable_cores, usable_memory
+from penstock.machine import CORES, usable_cores, usable_memory
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712
@@ -26,6 +26,7 @@ GROUPS = {"v2": "0::{path}\n", "v1": "9:name=systemd:/\n4:memory:{path}\n2:cpu,c
 @pytest.fixture(autouse=True)
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.delenv(CORES, raising=False)
 
 
 def machine(root: Path, version: str, path: str = "/", top: str = "/") -> None:
@@ -64,6 +65,16 @@ def test_cores_of_a_container(tmp_path: Path, quota: str, cores: int) -> None:
     allowed, period = quota.replace("max", "-1").split()
     write(tmp_path / "1/sys/fs/cgroup/cpu,cpuacct", cpu__cfs_quota_us=allowed, cpu__cfs_period_us=period)
     assert usable_cores(tmp_path / "1") == cores
+
+
+@pytest.mark.parametrize(("asked", "cores"), [("3", 3), ("0", 4), ("", 4), ("64", 4)])
+def test_cores_that_a_pod_has_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, cores: int
+) -> None:
+    machine(tmp_path, "v2")
+    write(tmp_path / "sys/fs/cgroup", cpu__max="400000 100000")
+    monkeypatch.setenv(CORES, asked)
+    assert usable_cores(tmp_path) == cores
 
 
 def test_memory_of_a_container(tmp_path: Path) -> None:
