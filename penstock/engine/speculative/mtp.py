@@ -1,14 +1,16 @@
 """MTP layers: the layer behind the last one with which a checkpoint predicts the token after the next.
 
-Its input is a projection of the embedding of a token and the final hidden states before it, each normalized on its own;
-the layer is one of the model's family, and embedding and head are the model's. Two layouts:
+Its input is a projection of the embedding of a token and the hidden states before it, each normalized on its own; the
+layer is one of the model's family, and embedding and head are the model's. Three layouts:
 
 - DeepSeek V3, GLM-4.5 and Step 3.5: `model.layers.N.*`, N being the number of layers, with `enorm`, `hnorm`, `eh_proj`
-  and `shared_head.norm`.
+  and `shared_head.norm` (`final_layernorm` in GGUF files of MiMo-V2-Flash).
+- MiMo-V2-Flash: `model.mtp.layers.0.*`, with `enorm`, `hnorm`, `eh_proj` and `final_layernorm`.
 - Qwen3-Next: `mtp.*`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `layers.0.*` and `norm`.
 
-What a draft token passes on are the hidden states behind the last norm, as it is with those of the model. Of several
-such layers the first is used for every draft token.
+The hidden states that it reads are the model's final ones, and what a draft token passes on are its own behind its last
+norm. Some families were trained on both before these norms (`ModelConfig.mtp_before_norm`). Of several such layers the
+first is used for every draft token.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.backend import Backend, WeightPlan
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import AttentionBatch, Ops
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import compose_one
 from penstock.engine.models.decoder import Decoder, DecoderLayer
@@ -33,6 +35,10 @@ from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import WeightReader, Weights
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.errors import CheckpointError
+
+
+_NORMS = ("shared_head.norm", "final_layernorm")
+"""Behind the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +55,10 @@ class MtpLayout:
 
 def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | None:
     """The MTP layer of a checkpoint, if it has one."""
-    at = f"{prefix}layers.{layers}."
-    if f"{at}eh_proj.weight" in names:
-        return MtpLayout(at, f"{at}enorm", f"{at}hnorm", f"{at}eh_proj", f"{at}shared_head.norm")
+    for at in (f"{prefix}layers.{layers}.", f"{prefix}mtp.layers.0."):
+        if f"{at}eh_proj.weight" in names:
+            norm = next((own for own in _NORMS if f"{at}{own}.weight" in names), _NORMS[0])
+            return MtpLayout(at, f"{at}enorm", f"{at}hnorm", f"{at}eh_proj", f"{at}{norm}")
     if "mtp.fc.weight" in names:
         return MtpLayout("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     return None
@@ -85,6 +92,10 @@ class MtpDecoder(HeadDecoder):
     feature_norm: Tensor
     combine: Linear
 
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.inner.launched_eagerly
+
     def read(self, embedded: Tensor, features: Tensor, batch: AttentionBatch, kv: KVCache) -> tuple[Tensor, Tensor]:
         ops, eps = self.ops, self.config.rms_eps
         token = ops.rms_norm(embedded, self.embedding_norm, eps)
@@ -92,7 +103,7 @@ class MtpDecoder(HeadDecoder):
         stream = self.combine(torch.cat((token, hidden), dim=-1))
         stream = ops.widen(stream) if self.stream_dtype is not stream.dtype else stream
         out = self.inner.run(stream, batch, kv)
-        return out, out
+        return out, stream.to(features.dtype) if self.config.mtp_before_norm else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,13 @@ class MtpHead:
         )
 
 
+def mtp_tap(target: ModelConfig, ops: Ops | None = None) -> Tap:
+    """What a model keeps for its MTP layer."""
+    if not target.mtp_before_norm:
+        return Tap(target.hidden_size, ops)
+    return Tap(target.hidden_size, ops, (target.num_layers,), as_read=True)
+
+
 def load_mtp(
     weights: Weights, target: ModelConfig, backend: Backend, dtype: torch.dtype, plan: WeightPlan, max_positions: int
 ) -> MtpHead:
@@ -162,7 +180,7 @@ def load_mtp(
         feature_norm=read.norm(layout.feature_norm, hidden),
         combine=read.dense().linear("", {layout.combine: hidden}, 2 * hidden),
         final_norm=read.norm(layout.norm, hidden),
-        tap=Tap(hidden, backend.ops),
+        tap=mtp_tap(target, backend.ops),
     )
 
 

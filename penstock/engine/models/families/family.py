@@ -103,6 +103,7 @@ class ConfigFields(TypedDict, total=False):
     mlp_bias: bool
     mlp_scales: tuple[float, float]
     mtp_like: int | None
+    mtp_before_norm: bool
     max_positions: int
     moe: MoeConfig | None
     num_heads: int
