@@ -137,7 +137,7 @@ class ModelConfig:
     """A layer with the heads, window and rotary embedding of the first one for multi-token prediction; None: it sees
     everything, and its heads are those of all layers."""
     mtp_before_norm: bool = False
-    """Whether that layer reads the residual stream as the last layer leaves it, and passes on its own like that; if not,
+    """Whether that layer reads the residual stream as the last layer leaves it, and passes on its own like that; else
     both are normalized."""
     key_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to; empty: its own, everywhere."""

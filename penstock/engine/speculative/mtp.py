@@ -36,7 +36,6 @@ from penstock.engine.models.weights import WeightReader, Weights
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.errors import CheckpointError
 
-
 _NORMS = ("shared_head.norm", "final_layernorm")
 """Behind the layer."""
 
