@@ -121,6 +121,8 @@ class CompressionConfig:
     index_dim: int
     most: int
     """Entries that are chosen; up to so many all are."""
+    paged_window: bool = False
+    """Whether keys lie in blocks, where there is the window alone: of a drafter's layer, which has no states."""
 
 
 @dataclass(frozen=True, slots=True)

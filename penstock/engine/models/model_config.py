@@ -353,7 +353,8 @@ class ModelConfig:
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
         pooled = self.latent is not None and self.latent.pooled
-        return pooled or any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
+        windows = self.compression is not None and not self.compression.paged_window
+        return pooled or windows or any(part is not None for part in (self.delta, self.mamba, self.short_conv))
 
     @property
     def stage_starts(self) -> tuple[bool, ...]:

@@ -117,6 +117,10 @@ class TappedDecoder(Decoder):
         return self.inner.embed(token_ids)
 
     @property
+    def residual_width(self) -> int:
+        return self.inner.residual_width
+
+    @property
     def stream_width(self) -> int:
         return self.inner.stream_width
 

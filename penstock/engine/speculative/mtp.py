@@ -1,11 +1,13 @@
 """MTP layers: the layer behind the last one with which a checkpoint predicts the token after the next.
 
 Its input is a projection of the embedding of a token and the hidden states before it, each normalized on its own; the
-layer is one of the model's family, and embedding and head are the model's. Three layouts:
+layer is one of the model's family, and embedding and head are the model's. Four layouts:
 
 - DeepSeek V3, GLM-4.5 and Step 3.5: `model.layers.N.*`, N being the number of layers, with `enorm`, `hnorm`, `eh_proj`
   and `shared_head.norm` (`final_layernorm` in GGUF files of MiMo-V2-Flash).
 - MiMo-V2-Flash: `model.mtp.layers.0.*`, with `enorm`, `hnorm`, `eh_proj` and `final_layernorm`.
+- DeepSeek V4: `mtp.0.*`, with `enorm`, `hnorm`, two projections that are added up (`e_proj`, `h_proj`) and `norm`. It
+  reads all residual streams and has as many, which its own head makes one.
 - Qwen3-Next: `mtp.*`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `layers.0.*` and `norm`.
 
 The hidden states that it reads are the model's final ones, and what a draft token passes on are its own behind its last
@@ -36,6 +38,8 @@ from penstock.engine.models.weights import WeightReader, Weights
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.errors import CheckpointError
 
+_ENTRIES = "self_attn.compressor."
+"""Of DeepSeek V4's layers that attend to more than a window."""
 _NORMS = ("shared_head.norm", "final_layernorm")
 """Behind the layer."""
 
@@ -48,7 +52,8 @@ class MtpLayout:
     """What the names of the layer's own tensors begin with."""
     embedding_norm: str
     feature_norm: str
-    combine: str
+    combine: tuple[str, ...]
+    """One matrix for both side by side, or one for each: of the embedding and of hidden states."""
     norm: str
 
 
@@ -57,9 +62,12 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
     for at in (f"{prefix}layers.{layers}.", f"{prefix}mtp.layers.0."):
         if f"{at}eh_proj.weight" in names:
             norm = next((own for own in _NORMS if f"{at}{own}.weight" in names), _NORMS[0])
-            return MtpLayout(at, f"{at}enorm", f"{at}hnorm", f"{at}eh_proj", f"{at}{norm}")
+            return MtpLayout(at, f"{at}enorm", f"{at}hnorm", (f"{at}eh_proj",), f"{at}{norm}")
     if "mtp.fc.weight" in names:
-        return MtpLayout("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        return MtpLayout("mtp.layers.0.", *norms, ("mtp.fc",), "mtp.norm")
+    if "mtp.0.e_proj.weight" in names:
+        return MtpLayout("mtp.0.", "mtp.0.enorm", "mtp.0.hnorm", ("mtp.0.e_proj", "mtp.0.h_proj"), "mtp.0.norm")
     return None
 
 
@@ -75,10 +83,11 @@ def has_mtp(weights: Weights, model: ModelConfig) -> bool:
 
 
 def _is_composed(model: ModelConfig) -> bool:
-    """Whether the layer is like those that are composed here: it reads no several streams, no gate is behind its norms,
-    and its heads are known."""
+    """Whether the layer is like those that are composed here: of several streams it reads all, no gate is behind its
+    norms, and its heads are known."""
     known = not model.heads_differ or model.mtp_like is not None
-    return model.streams is None and known and (model.latent is None or not model.latent.gate_rank)
+    streams = model.streams is None or model.mtp_before_norm
+    return streams and known and (model.latent is None or not model.latent.gate_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +98,8 @@ class MtpDecoder(HeadDecoder):
     """Of one layer, with the norm behind it."""
     embedding_norm: Tensor
     feature_norm: Tensor
-    combine: Linear
+    combine: tuple[Linear, ...]
+    """See `MtpLayout`."""
 
     @property
     def launched_eagerly(self) -> bool:
@@ -98,8 +108,12 @@ class MtpDecoder(HeadDecoder):
     def read(self, embedded: Tensor, features: Tensor, batch: AttentionBatch, kv: KVCache) -> tuple[Tensor, Tensor]:
         ops, eps = self.ops, self.config.rms_eps
         token = ops.rms_norm(embedded, self.embedding_norm, eps)
-        hidden = ops.rms_norm(features, self.feature_norm, eps)
-        stream = self.combine(torch.cat((token, hidden), dim=-1))
+        hidden = ops.rms_norm(features.view(-1, embedded.shape[1]), self.feature_norm, eps)
+        if len(self.combine) == 1:
+            stream = self.combine[0](torch.cat((token, hidden), dim=-1))
+        else:
+            of_token, of_hidden = (project(x) for project, x in zip(self.combine, (token, hidden), strict=True))
+            stream = (of_hidden.view(len(token), -1, token.shape[1]) + of_token.unsqueeze(1)).flatten(1)
         stream = ops.widen(stream) if self.stream_dtype is not stream.dtype else stream
         out = self.inner.run(stream, batch, kv)
         return out, stream.to(features.dtype) if self.config.mtp_before_norm else out
@@ -114,7 +128,7 @@ class MtpHead:
     layer: DecoderLayer
     embedding_norm: Tensor
     feature_norm: Tensor
-    combine: Linear
+    combine: tuple[Linear, ...]
     final_norm: Tensor
     tap: Tap
 
@@ -154,7 +168,8 @@ def mtp_tap(target: ModelConfig, ops: Ops | None = None) -> Tap:
     """What a model keeps for its MTP layer."""
     if not target.mtp_before_norm:
         return Tap(target.hidden_size, ops)
-    return Tap(target.hidden_size, ops, (target.num_layers,), as_read=True)
+    streams = 1 if target.streams is None else target.streams.count
+    return Tap(streams * target.hidden_size, ops, (target.num_layers,), as_read=True)
 
 
 def load_mtp(
@@ -169,7 +184,10 @@ def load_mtp(
         raise CheckpointError(
             f"speculation: mtp is not available for {target.family} models; use ngram, or a draft model"
         )
+    if any(name.startswith(f"{layout.layer}{_ENTRIES}") for name in read.names):
+        raise CheckpointError("its MTP layer attends to entries; one that has the window alone can be run")
     hidden, config = target.hidden_size, _one_layer(target, layout, read.names)
+    inputs = (2 if len(layout.combine) == 1 else 1) * hidden
     decoder_type, layer = compose_one(read, config, layout.layer, max_positions=max_positions, inner=plan.inner)
     return MtpHead(
         config=config,
@@ -177,7 +195,7 @@ def load_mtp(
         layer=layer,
         embedding_norm=read.norm(layout.embedding_norm, hidden),
         feature_norm=read.norm(layout.feature_norm, hidden),
-        combine=read.dense().linear("", {layout.combine: hidden}, 2 * hidden),
+        combine=tuple(read.dense().linear("", {name: hidden}, inputs) for name in layout.combine),
         final_norm=read.norm(layout.norm, hidden),
         tap=mtp_tap(target, backend.ops),
     )
@@ -192,7 +210,10 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
     moe, tensors = target.moe, family_of(target.family).names
     if moe is not None:
         routed = f"{layout.layer}{tensors.moe}{tensors.router}.weight" in names
-        moe = replace(moe, layers=(True,), placement=(), bounds=()) if routed else None
+        moe = replace(moe, layers=(True,), placement=(), bounds=(), hashed=()) if routed else None
+    windows = target.compression
+    if windows is not None:
+        windows = replace(windows, rates=(0,), chosen=(False,), paged_window=True)
     like = target.mtp_like
     return replace(
         target,
@@ -208,5 +229,6 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         layer_ropes=(),
         moe=moe,
         latent=latent,
+        compression=windows,
         delta=None if target.delta is None else replace(target.delta, layers=(False,)),
     )

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.engine.tiny import write_checkpoint
@@ -25,6 +25,10 @@ def known_after(token: int) -> int:
     return (5 * token + 3) % KNOWN
 
 
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 class PlainDrafter(ABC):
     """A tiny model with an MTP layer, as it is published."""
 
@@ -34,8 +38,7 @@ class PlainDrafter(ABC):
     def __init__(self, folder: Path) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.tensors = load_file(folder / "model.safetensors")
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.model: Any = loaded.eval()
+        self.model = loaded(folder)
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.eps: float = self.config["rms_norm_eps"]
 
@@ -69,7 +72,9 @@ class PlainDrafter(ABC):
         rows = torch.linalg.qr(torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(2)))[0][:KNOWN]
         after = torch.tensor([known_after(token) for token in range(KNOWN)])
         tensors["model.embed_tokens.weight"] = rows.contiguous()
-        tensors["lm_head.weight"] = 8 * rows[after.argsort()].contiguous()
+        tensors["head.weight" if "head.weight" in tensors else "lm_head.weight"] = (
+            8 * rows[after.argsort()].contiguous()
+        )
         cls.combine(tensors, part, torch.eye(hidden) if part == "embedding" else rows[after].T @ rows)
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         return target
@@ -100,10 +105,10 @@ class PlainDrafter(ABC):
             entries, features = [*entries, draft], torch.cat((features, kept[-1:]))
         return torch.stack(found)
 
-    def input_of_norm(self, tokens: list[int]) -> Tensor:
-        """The residual stream behind the last layer."""
+    def input_of(self, module: nn.Module, tokens: list[int]) -> Tensor:
+        """What a part of the model is given."""
         given: list[Tensor] = []
-        hook = self.model.model.norm.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        hook = module.register_forward_pre_hook(lambda _, args: given.append(args[0]))
         self.model.model(torch.tensor([tokens]), use_cache=False)
         hook.remove()
         return given[-1][0]
@@ -153,7 +158,7 @@ class PlainMimo(PlainDrafter):
         tensors[f"{cls.AT.format(0)}eh_proj.weight"] = torch.cat(halves, 1)
 
     def features(self, tokens: list[int]) -> Tensor:
-        return self.input_of_norm(tokens)
+        return self.input_of(self.model.model.norm, tokens)
 
     def layer(self, entries: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
         own = {name.removeprefix(self.AT.format(0)): tensor for name, tensor in self.tensors.items()}
@@ -183,3 +188,62 @@ class PlainMimo(PlainDrafter):
         sinks = own["self_attn.attention_sink_bias"].view(-1, 1, 1).expand(-1, count, 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(count, -1) @ own["self_attn.o_proj.weight"].T
+
+
+class PlainV4(PlainDrafter):
+    """DeepSeek V4: `mtp.0`, a layer of the model's own kind with the window alone, which reads all residual streams as
+    the last layer leaves them, and has a head of its own that makes them one. The layer is that of `transformers`."""
+
+    AT = "mtp.0."
+    LAYER: ClassVar[dict[str, Any]] = {
+        "num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"],
+    }  # fmt: skip
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.own = loaded(folder.parent / "layer").model
+
+    @classmethod
+    def write(cls, family: str, folder: Path, **changes: Any) -> Path:
+        layer = write_checkpoint(family, folder / "layer", spread=0.3, **{**changes, **cls.LAYER})
+        random = torch.Generator().manual_seed(3)
+        own = load_file(layer / "model.safetensors")
+        own["model.norm.weight"] = 1 + 0.2 * torch.randn(own["model.norm.weight"].shape, generator=random)
+        save_file(own, layer / "model.safetensors", metadata={"format": "pt"})
+        target = super().write(family, folder / "target", **changes)
+        tensors = load_file(target / "model.safetensors")
+        for name, tensor in own.items():
+            if name.startswith(("model.layers.0.", "model.hc_head.hc_", "model.norm.")):
+                name = name.removeprefix("model.").removeprefix("layers.0.").replace("hc_head.hc_", "hc_head_")
+                tensors[f"{cls.AT}{name}"] = tensor
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+
+    @classmethod
+    def tensors_of(cls, config: dict[str, Any], random: torch.Generator) -> dict[str, Tensor]:
+        hidden = config["hidden_size"]
+        shapes: dict[str, tuple[int, ...]] = {f"{one}.weight": (hidden, hidden) for one in ("e_proj", "h_proj")}
+        made = matrices(random, shapes, {f"{one}.weight": hidden for one in ("enorm", "hnorm")})
+        return {f"{cls.AT}{name}": tensor for name, tensor in made.items()}
+
+    @classmethod
+    def combine(cls, tensors: dict[str, Tensor], part: str, matrix: Tensor) -> None:
+        tensors[f"{cls.AT}e_proj.weight"] = matrix * (part == "embedding")
+        tensors[f"{cls.AT}h_proj.weight"] = matrix * (part == "hidden")
+
+    def features(self, tokens: list[int]) -> Tensor:
+        return self.input_of(self.model.model.hc_head, tokens)
+
+    def layer(self, entries: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        own = {name.removeprefix(self.AT): tensor for name, tensor in self.tensors.items()}
+        of_token = self.norm(self.embedding[entries], own["enorm.weight"]) @ own["e_proj.weight"].T
+        of_hidden = self.norm(features, own["hnorm.weight"]) @ own["h_proj.weight"].T
+        streams, given = (of_token.unsqueeze(1) + of_hidden).unsqueeze(0), []
+        hooks = [
+            self.own.layers[0].register_forward_pre_hook(lambda _, args: (streams, *args[1:])),
+            self.own.hc_head.register_forward_pre_hook(lambda _, args: given.append(args[0])),
+        ]
+        out = self.own(torch.tensor([entries]), use_cache=False).last_hidden_state[0]
+        for hook in hooks:
+            hook.remove()
+        return out, given[-1][0]

@@ -19,10 +19,10 @@ from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import noted_drafts
-from tests.engine.speculative.plain_mtp import PlainDrafter, PlainMimo, known_after
+from tests.engine.speculative.plain_mtp import PlainDrafter, PlainMimo, PlainV4, known_after
 from tests.engine.speculative.test_same_text import any_requests, run
 
-PLAIN: dict[str, type[PlainDrafter]] = {"mimo-v2-flash": PlainMimo}
+PLAIN: dict[str, type[PlainDrafter]] = {"mimo-v2-flash": PlainMimo, "deepseek-v4": PlainV4}
 PROMPT = [i * 7 % 199 for i in range(70)]
 Drawn = tuple[list[int], list[int], Tensor]
 """The tokens before a draft, the draft, and the logits that it was drawn from."""
