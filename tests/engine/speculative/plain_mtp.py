@@ -212,12 +212,24 @@ class PlainV4(PlainDrafter):
         save_file(own, layer / "model.safetensors", metadata={"format": "pt"})
         target = super().write(family, folder / "target", **changes)
         tensors = load_file(target / "model.safetensors")
-        for name, tensor in own.items():
-            if name.startswith(("model.layers.0.", "model.hc_head.hc_", "model.norm.")):
-                name = name.removeprefix("model.").removeprefix("layers.0.").replace("hc_head.hc_", "hc_head_")
-                tensors[f"{cls.AT}{name}"] = tensor
+        tensors |= {cls.name_of(name): tensor for name, tensor in own.items() if cls.name_of(name)}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         return target
+
+    @classmethod
+    def name_of(cls, name: str) -> str:
+        """The published name of a tensor that the layer has in a model of its own."""
+        if not name.startswith(("model.layers.0.", "model.hc_head.hc_", "model.norm.")):
+            return ""
+        return cls.AT + name.removeprefix("model.").removeprefix("layers.0.").replace("hc_head.hc_", "hc_head_")
+
+    @classmethod
+    def write_layer(cls, target: Path) -> None:
+        """Give the layer's own model what the target has."""
+        path = target.parent / "layer" / "model.safetensors"
+        tensors, own = load_file(target / "model.safetensors"), load_file(path)
+        own |= {name: tensors[cls.name_of(name)] for name in own if cls.name_of(name)}
+        save_file(own, path, metadata={"format": "pt"})
 
     @classmethod
     def tensors_of(cls, config: dict[str, Any], random: torch.Generator) -> dict[str, Tensor]:

@@ -23,6 +23,9 @@ from tests.engine.speculative.plain_mtp import PlainDrafter, PlainMimo, PlainV4,
 from tests.engine.speculative.test_same_text import any_requests, run
 
 PLAIN: dict[str, type[PlainDrafter]] = {"mimo-v2-flash": PlainMimo, "deepseek-v4": PlainV4}
+FURTHER = [pytest.param(family, marks=pytest.mark.slow) for family in [*PLAIN][1:]]
+EACH = [next(iter(PLAIN)), *FURTHER]
+"""Of what one family shows for all: the others are slower."""
 PROMPT = [i * 7 % 199 for i in range(70)]
 Drawn = tuple[list[int], list[int], Tensor]
 """The tokens before a draft, the draft, and the logits that it was drawn from."""
@@ -73,7 +76,7 @@ def test_drafts_have_the_scores_of_the_definition(family: str, tmp_path: Path) -
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", EACH)
 def test_any_mix_of_requests_gets_the_same_answers(family: str, tmp_path: Path) -> None:
     """Sampled too, with shared prefixes, and preempted."""
     target = PLAIN[family].write(family, tmp_path)
@@ -114,7 +117,7 @@ SETTINGS: list[Any] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", EACH)
 def test_settings_of_the_engine(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     target = PLAIN[family].write(family, tmp_path)
     requests = [greedy("a", PROMPT, 14), greedy("b", [3, 1, 4], 14)]
@@ -134,7 +137,7 @@ RANKS: list[Any] = [
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "settings"), RANKS)
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", EACH)
 def test_ranks_have_the_same_drafts(
     family: str, tensor: int, pipeline: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
