@@ -40,6 +40,8 @@ from penstock.errors import CheckpointError
 
 _ENTRIES = "self_attn.compressor."
 """Of DeepSeek V4's layers that attend to more than a window."""
+_NESTED = ".mtp.layers.0.transformer_layer."
+"""Of MiniMax M3."""
 _NORMS = ("shared_head.norm", "final_layernorm")
 """Behind the layer."""
 
@@ -59,9 +61,10 @@ class MtpLayout:
 
 def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | None:
     """The MTP layer of a checkpoint, if it has one."""
-    for at in (f"{prefix}layers.{layers}.", f"{prefix}mtp.layers.0."):
-        if f"{at}eh_proj.weight" in names:
-            norm = next((own for own in _NORMS if f"{at}{own}.weight" in names), _NORMS[0])
+    # Of MiniMax M3 all but what combines lies one level further down.
+    for at, own in ((f"{prefix}layers.{layers}.", "eh_proj"), (f"{prefix}mtp.layers.0.", "input_layernorm")):
+        if f"{at}eh_proj.weight" in names and f"{at}{own}.weight" in names:
+            norm = next((name for name in _NORMS if f"{at}{name}.weight" in names), _NORMS[0])
             return MtpLayout(at, f"{at}enorm", f"{at}hnorm", (f"{at}eh_proj",), f"{at}{norm}")
     if "mtp.fc.weight" in names:
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
@@ -83,10 +86,10 @@ def has_mtp(weights: Weights, model: ModelConfig) -> bool:
 
 
 def _is_composed(model: ModelConfig) -> bool:
-    """Whether the layer is like those that are composed here: of several streams it reads all, no gate is behind its
-    norms, and its heads are known."""
+    """Whether the layer is like those that are composed here: of several streams it reads all, or what they became, no
+    gate is behind its norms, and its heads are known."""
     known = not model.heads_differ or model.mtp_like is not None
-    streams = model.streams is None or model.mtp_before_norm
+    streams = model.streams is None or model.mtp_before_norm or family_of(model.family).drafting is not None
     return streams and known and (model.latent is None or not model.latent.gate_rank)
 
 
@@ -178,6 +181,11 @@ def load_mtp(
     """Read the MTP layer of the target's checkpoint; its weights have the target's form."""
     read = WeightReader(weights, backend, dtype, plan.quantize, target.norm_offset)
     layout = find_mtp(read.names, prefix_of(read.names, family_of(target.family).names), target.num_layers)
+    if layout is None and any(_NESTED in name for name in read.names):
+        raise CheckpointError(
+            f"it is not established whether the MTP layer of {target.family} models reads hidden states before the "
+            "last norm or behind it, so it is not run; use ngram, or a draft model"
+        )
     if layout is None:
         raise CheckpointError(f"the checkpoint of this {target.family} model has no MTP layer")
     if not _is_composed(target):
@@ -204,9 +212,10 @@ def load_mtp(
 def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -> ModelConfig:
     """The target with the MTP layer in place of its own: attention like that of `mtp_like`, or full attention with
     rotary embedding; experts if the layer has a router, and no bounds."""
-    latent = target.latent
+    alone = family_of(target.family).drafting is not None
+    latent, delta = target.latent, None if alone else target.delta
     if latent is not None and latent.index is not None:
-        latent = replace(latent, index=replace(latent.index, layers=(True,)))
+        latent = replace(latent, index=replace(latent.index, layers=(True,), paged_pools=latent.pooled))
     moe, tensors = target.moe, family_of(target.family).names
     if moe is not None:
         routed = f"{layout.layer}{tensors.moe}{tensors.router}.weight" in names
@@ -230,5 +239,6 @@ def _one_layer(target: ModelConfig, layout: MtpLayout, names: Collection[str]) -
         moe=moe,
         latent=latent,
         compression=windows,
-        delta=None if target.delta is None else replace(target.delta, layers=(False,)),
+        delta=None if delta is None else replace(delta, layers=(False,)),
+        streams=None if alone else target.streams,
     )

@@ -119,6 +119,12 @@ def matrices(random: torch.Generator, shapes: dict[str, tuple[int, ...]], norms:
     return found | {name: 1 + 0.2 * torch.randn(size, generator=random) for name, size in norms.items()}
 
 
+def side_by_side(part: str, matrix: Tensor) -> Tensor:
+    """One matrix for the embedding and hidden states, of which it reads one."""
+    halves = (matrix, torch.zeros_like(matrix))
+    return torch.cat(halves if part == "embedding" else halves[::-1], 1)
+
+
 def rotate(x: Tensor, positions: Tensor, size: int, theta: float) -> Tensor:
     """The first `size` numbers of every head of [T, heads, dim], halves against each other."""
     angles = positions[:, None] * theta ** (-torch.arange(0, size, 2) / size)
@@ -154,8 +160,7 @@ class PlainMimo(PlainDrafter):
 
     @classmethod
     def combine(cls, tensors: dict[str, Tensor], part: str, matrix: Tensor) -> None:
-        halves = (matrix, torch.zeros_like(matrix)) if part == "embedding" else (torch.zeros_like(matrix), matrix)
-        tensors[f"{cls.AT.format(0)}eh_proj.weight"] = torch.cat(halves, 1)
+        tensors[f"{cls.AT.format(0)}eh_proj.weight"] = side_by_side(part, matrix)
 
     def features(self, tokens: list[int]) -> Tensor:
         return self.input_of(self.model.model.norm, tokens)
@@ -190,14 +195,11 @@ class PlainMimo(PlainDrafter):
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(count, -1) @ own["self_attn.o_proj.weight"].T
 
 
-class PlainV4(PlainDrafter):
-    """DeepSeek V4: `mtp.0`, a layer of the model's own kind with the window alone, which reads all residual streams as
-    the last layer leaves them, and has a head of its own that makes them one. The layer is that of `transformers`."""
+class OfLibraryLayer(PlainDrafter):
+    """Attention and feed-forward of the layer are those that `transformers` has in a model of one layer."""
 
-    AT = "mtp.0."
-    LAYER: ClassVar[dict[str, Any]] = {
-        "num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"],
-    }  # fmt: skip
+    LAYER: ClassVar[dict[str, Any]]
+    """Its configuration."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -217,11 +219,9 @@ class PlainV4(PlainDrafter):
         return target
 
     @classmethod
+    @abstractmethod
     def name_of(cls, name: str) -> str:
-        """The published name of a tensor that the layer has in a model of its own."""
-        if not name.startswith(("model.layers.0.", "model.hc_head.hc_", "model.norm.")):
-            return ""
-        return cls.AT + name.removeprefix("model.").removeprefix("layers.0.").replace("hc_head.hc_", "hc_head_")
+        """The published name of a tensor that the layer has in a model of its own; empty if it has not."""
 
     @classmethod
     def write_layer(cls, target: Path) -> None:
@@ -230,6 +230,22 @@ class PlainV4(PlainDrafter):
         tensors, own = load_file(target / "model.safetensors"), load_file(path)
         own |= {name: tensors[cls.name_of(name)] for name in own if cls.name_of(name)}
         save_file(own, path, metadata={"format": "pt"})
+
+
+class PlainV4(OfLibraryLayer):
+    """DeepSeek V4: `mtp.0`, a layer of the model's own kind with the window alone, which reads all residual streams as
+    the last layer leaves them, and has a head of its own that makes them one."""
+
+    AT = "mtp.0."
+    LAYER: ClassVar[dict[str, Any]] = {
+        "num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"],
+    }  # fmt: skip
+
+    @classmethod
+    def name_of(cls, name: str) -> str:
+        if not name.startswith(("model.layers.0.", "model.hc_head.hc_", "model.norm.")):
+            return ""
+        return cls.AT + name.removeprefix("model.").removeprefix("layers.0.").replace("hc_head.hc_", "hc_head_")
 
     @classmethod
     def tensors_of(cls, config: dict[str, Any], random: torch.Generator) -> dict[str, Tensor]:
@@ -259,3 +275,46 @@ class PlainV4(PlainDrafter):
         for hook in hooks:
             hook.remove()
         return out, given[-1][0]
+
+
+class PlainGlm5Next(OfLibraryLayer):
+    """GLM-5-Next: behind the last layer, one with attention to chosen pools and experts around a single residual
+    stream, which reads the model's final hidden states."""
+
+    AT = "model.layers.5."
+    LAYER: ClassVar[dict[str, Any]] = {
+        "num_hidden_layers": 1, "layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"],
+        "indexer_types": ["full"],
+    }  # fmt: skip
+
+    @classmethod
+    def name_of(cls, name: str) -> str:
+        if name == "model.norm.weight":
+            return f"{cls.AT}shared_head.norm.weight"
+        own = name.startswith("model.layers.0.") and ".hc_" not in name
+        return name.replace("model.layers.0.", cls.AT) if own else ""
+
+    @classmethod
+    def tensors_of(cls, config: dict[str, Any], random: torch.Generator) -> dict[str, Tensor]:
+        hidden = config["hidden_size"]
+        norms = {f"{one}.weight": hidden for one in ("enorm", "hnorm")}
+        made = matrices(random, {"eh_proj.weight": (hidden, 2 * hidden)}, norms)
+        return {f"{cls.AT}{name}": tensor for name, tensor in made.items()}
+
+    @classmethod
+    def combine(cls, tensors: dict[str, Tensor], part: str, matrix: Tensor) -> None:
+        tensors[f"{cls.AT}eh_proj.weight"] = side_by_side(part, matrix)
+
+    def features(self, tokens: list[int]) -> Tensor:
+        out: Tensor = self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        return out
+
+    def layer(self, entries: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        own = {name.removeprefix(self.AT): tensor for name, tensor in self.tensors.items()}
+        parts = self.norm(self.embedding[entries], own["enorm.weight"]), self.norm(features, own["hnorm.weight"])
+        stream, layer = (torch.cat(parts, -1) @ own["eh_proj.weight"].T).unsqueeze(0), self.own.layers[0]
+        every = torch.ones(1, len(entries), dtype=torch.bool)
+        stream = stream + layer.self_attn(layer.input_layernorm(stream), attention_mask=every)[0]
+        stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+        out = self.norm(stream[0], own["shared_head.norm.weight"])
+        return out, out
