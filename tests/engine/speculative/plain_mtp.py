@@ -318,3 +318,11 @@ class PlainGlm5Next(OfLibraryLayer):
         stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
         out = self.norm(stream[0], own["shared_head.norm.weight"])
         return out, out
+
+
+PLAIN: dict[str, type[PlainDrafter]] = {
+    "mimo-v2-flash": PlainMimo,
+    "deepseek-v4": PlainV4,
+    "glm5-next": PlainGlm5Next,
+}
+"""Of tiny models."""

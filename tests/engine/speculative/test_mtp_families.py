@@ -19,14 +19,9 @@ from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import noted_drafts
-from tests.engine.speculative.plain_mtp import PlainDrafter, PlainGlm5Next, PlainMimo, PlainV4, known_after
+from tests.engine.speculative.plain_mtp import PLAIN, PlainDrafter, known_after
 from tests.engine.speculative.test_same_text import any_requests, run
 
-PLAIN: dict[str, type[PlainDrafter]] = {
-    "mimo-v2-flash": PlainMimo,
-    "deepseek-v4": PlainV4,
-    "glm5-next": PlainGlm5Next,
-}
 FURTHER = [pytest.param(family, marks=pytest.mark.slow) for family in [*PLAIN][1:]]
 EACH = [next(iter(PLAIN)), *FURTHER]
 """Of what one family shows for all: the others are slower."""
