@@ -41,6 +41,9 @@ class PlainDrafter(ABC):
         self.model = loaded(folder)
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.eps: float = self.config["rms_norm_eps"]
+        self._seen: list[int] = []
+        self._features = torch.empty(0)
+        """Of these tokens, and of all that they begin with."""
 
     @classmethod
     @abstractmethod
@@ -98,7 +101,9 @@ class PlainDrafter(ABC):
     @torch.no_grad()
     def scores(self, tokens: list[int], drafts: list[int]) -> Tensor:
         """The logits that each of `drafts` was drawn from, behind `tokens`."""
-        features, entries, found = self.features(tokens[:-1]), tokens[1:], []
+        if self._seen[: len(tokens) - 1] != tokens[:-1]:
+            self._seen, self._features = tokens[:-1], self.features(tokens[:-1])
+        features, entries, found = self._features[: len(tokens) - 1], tokens[1:], []
         for draft in drafts:
             out, kept = self.layer(entries, features)
             found.append(self.model.lm_head(out[-1]))

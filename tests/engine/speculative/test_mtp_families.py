@@ -57,7 +57,7 @@ def noted_scores(engine: Engine) -> list[Drawn]:
 
 def check(drawn: list[Drawn], reference: PlainDrafter, at_least: int) -> None:
     assert len(drawn) >= at_least
-    for tokens, draft, scores in drawn:
+    for tokens, draft, scores in reversed(drawn):  # the longest first, of which the reference computes the others
         torch.testing.assert_close(scores, reference.scores(tokens, draft), rtol=1e-3, atol=2e-4)
 
 
@@ -89,7 +89,7 @@ def test_any_mix_of_requests_gets_the_same_answers(family: str, tmp_path: Path) 
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("part", ["embedding", "hidden"])
+@pytest.mark.parametrize("part", [pytest.param("embedding", marks=pytest.mark.slow), "hidden"])
 @pytest.mark.parametrize("family", PLAIN)
 def test_one_that_knows_the_next_token_is_always_right(family: str, part: str, tmp_path: Path) -> None:
     """From either of the things it reads, at any temperature."""
@@ -154,3 +154,19 @@ def test_ranks_have_the_same_drafts(
     reference = PLAIN[family](target)
     for tokens, draft in drafts:
         assert reference.scores(tokens, draft).argmax(-1).tolist() == draft
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PLAIN)
+def test_what_it_reads_returns_from_host_memory(family: str, tmp_path: Path) -> None:
+    target = PLAIN[family].write(family, tmp_path)
+    prompts = [[(29 * i + n) % 199 for i in range(90)] for n in range(4)]
+    requests = [greedy(f"r{n}", prompt, 8) for n, prompt in enumerate([*prompts, prompts[0]])]
+    expected = generate(make_engine(target, num_blocks=100), *requests)
+    engine = eager_engine(target, speculation="mtp", num_blocks=14, max_running=2, host_memory=8 << 20)
+    drawn = noted_scores(engine)
+    for request in requests:
+        assert generate(engine, request)[request.request_id] == expected[request.request_id]
+    assert engine.load_snapshot().host_hit_tokens > 0
+    check(drawn, PLAIN[family](target), at_least=8)
+    assert_idle(engine)
