@@ -3,8 +3,8 @@
 Its input is a projection of the embedding of a token and the hidden states before it, each normalized on its own; the
 layer is one of the model's family, and embedding and head are the model's. Four layouts:
 
-- DeepSeek V3, GLM-4.5, GLM-5-Next and Step 3.5: `model.layers.N.*`, N being the number of layers, with `enorm`, `hnorm`,
-  `eh_proj` and `shared_head.norm` (`final_layernorm` in GGUF files of MiMo-V2-Flash).
+- DeepSeek V3, GLM-4.5, GLM-5-Next and Step 3.5: `model.layers.N.*`, N being the number of layers, with `enorm`,
+  `hnorm`, `eh_proj` and `shared_head.norm` (`final_layernorm` in GGUF files of MiMo-V2-Flash).
 - MiMo-V2-Flash: `model.mtp.layers.0.*`, with `enorm`, `hnorm`, `eh_proj` and `final_layernorm`.
 - DeepSeek V4: `mtp.0.*`, with `enorm`, `hnorm`, two projections that are added up (`e_proj`, `h_proj`) and `norm`. It
   reads all residual streams and has as many, which its own head makes one.
