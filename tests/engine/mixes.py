@@ -22,7 +22,7 @@ EXPERTS = {"llama4", "gpt-oss", "qwen3-moe", "deepseek-v2-lite", "deepseek-v3", 
            "mimo-v2-flash", "laguna", "minimax-m3", "step3.5", "mistral-large4", "muse-spark", "glm5-next"}  # fmt: skip
 RECURRENT = {"qwen3-next", "qwen3.5", "granite4-hybrid", "falcon-h1", "nemotron-h", "mamba2", "kimi-linear",
              "glm5-next"}  # fmt: skip
-WITH_MTP = {"deepseek-v3", "qwen3-next", "qwen3.5"}
+WITH_MTP = {"deepseek-v3", "qwen3-next", "qwen3.5", "mimo-v2-flash", "deepseek-v4", "glm5-next"}
 ADAPTERS = ("adapter-0", "adapter-1", "adapter-2")
 FORMS = [form for form in forms() if form.name in ("a person in JSON", "a date", "a choice")]
 

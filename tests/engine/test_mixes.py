@@ -33,6 +33,7 @@ from tests.engine.harness import assert_idle, drain, generate, read_at_once
 from tests.engine.mixes import ADAPTERS, FORMS, VOCAB, WINDOW, Mix, Talk, compiler, draw_mix
 from tests.engine.speculative.forced import Oracle
 from tests.engine.speculative.mtp_layers import write_mtp
+from tests.engine.speculative.plain_mtp import PLAIN
 from tests.engine.tiny import write_checkpoint
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "in_proj")
@@ -44,11 +45,15 @@ class Files:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.model: Callable[[str], Path] = cache(self._model)
-        self.mtp: Callable[[str], Path] = cache(lambda family: write_mtp(family, root / family / "mtp"))
+        self.mtp: Callable[[str], Path] = cache(self._mtp)
         self.adapter: Callable[[str, int], Path] = cache(self._adapter)
 
     def _model(self, family: str) -> Path:
         return write_checkpoint(family, self.root / family / "model", spread=0.3)
+
+    def _mtp(self, family: str) -> Path:
+        folder = self.root / family / "mtp"
+        return PLAIN[family].write(family, folder) if family in PLAIN else write_mtp(family, folder)
 
     def _adapter(self, family: str, seed: int) -> Path:
         folder, targets = self.root / family / f"adapter-{seed}", TARGETS[: 4 if seed else 6]
@@ -222,3 +227,14 @@ def test_any_mix_of_features_says_what_a_plain_engine_says(mix: Mix, files: File
 def test_mixes_of_families_with_parts_of_their_own(family: str, seed: int, files: Files, tmp_path: Path) -> None:
     """Without adapters, which some of them refuse."""
     compare(draw_mix(seed, family=family, adapters=False), files, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", PLAIN)
+def test_mixes_with_the_layers_for_multi_token_prediction_of_newer_families(
+    family: str, seed: int, files: Files, tmp_path: Path
+) -> None:
+    tiers = {"host": True, "disk": True} if seed % 2 and family == "mimo-v2-flash" else {}
+    no_adapters = {"adapters": False} if family == "deepseek-v4" else {}  # its matrices have names of their own
+    compare(draw_mix(seed, family=family, drafts="mtp", **tiers, **no_adapters), files, tmp_path)
