@@ -39,15 +39,13 @@ class CallGuard:
         """The events that may be shown, and whether the rest is refused."""
         shown: list[Event] = []
         for event in events:
-            text, refused = "", False
-            if isinstance(event, CallArguments):
-                text, refused = self.push(event.index, event.text)
-            elif isinstance(event, CallEnd):
-                text, refused = self.end(event.index)
-            if text:
-                shown.append(CallArguments(event.index, text))
-            if refused:
-                return shown, True
+            if isinstance(event, CallArguments | CallEnd):
+                ends = isinstance(event, CallEnd)
+                text, refused = self.end(event.index) if ends else self.push(event.index, event.text)
+                if text:
+                    shown.append(CallArguments(event.index, text))
+                if refused:
+                    return shown, True
             if not isinstance(event, CallArguments):
                 shown.append(event)
         return shown, False
