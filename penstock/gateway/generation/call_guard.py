@@ -39,13 +39,15 @@ class CallGuard:
         """The events that may be shown, and whether the rest is refused."""
         shown: list[Event] = []
         for event in events:
-            if isinstance(event, CallArguments | CallEnd):
-                ends = isinstance(event, CallEnd)
-                text, refused = self.end(event.index) if ends else self.push(event.index, event.text)
-                if text:
-                    shown.append(CallArguments(event.index, text))
-                if refused:
-                    return shown, True
-            if not isinstance(event, CallArguments):
+            if not isinstance(event, CallArguments | CallEnd):
+                shown.append(event)
+                continue
+            more = event.text if isinstance(event, CallArguments) else None
+            text, refused = self.end(event.index) if more is None else self.push(event.index, more)
+            if text:
+                shown.append(CallArguments(event.index, text))
+            if refused:
+                return shown, True
+            if more is None:
                 shown.append(event)
         return shown, False
