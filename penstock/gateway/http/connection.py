@@ -475,7 +475,7 @@ class Connection(asyncio.Protocol):
         """The reply, and a line in the log under the same request id. `request`: as far as it has arrived."""
         headers = {} if request is None else dict(request.headers)
         id = request_id(headers.get(b"x-request-id"))
-        log.info("refused", extra={"request_id": id, "code": refusal.code, "client": self._address or None})
+        log.info("request refused", extra={"request_id": id, "code": refusal.code, "client": self._address or None})
         return refusal.reply(id, head_only=self._head_only)
 
 
