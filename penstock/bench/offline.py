@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from penstock.engine.backends.select import pick_device, pick_dtype
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
 from penstock.engine.kv.kinds import BothKinds, PagedKV, PagedLatent
-from penstock.engine.loading.random_checkpoint import RandomCheckpoint, tensor_shapes
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint, stored_elements
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -164,7 +163,7 @@ def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Co
 def check_room(name: str, shape: dict[str, Any], dtype: torch.dtype, weights: str) -> None:
     """Refuses a shape whose weights cannot lie in host memory: the system would end some process or other for it."""
     bits = 4 if "quantization_config" in shape else _BITS.get(weights, 8 * dtype.itemsize)
-    least = sum(math.prod(size) for size in tensor_shapes(shape).values()) * bits // 8
+    least = stored_elements(shape) * bits // 8
     free = HostMemory().available()
     if least > free:
         raise ConfigError(

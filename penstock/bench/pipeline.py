@@ -26,6 +26,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.request import Request, SamplingParams
+from penstock.machine import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,7 @@ class Turn:
 def main(settings: PipelineBenchSettings, json_file: Path | None, console: Console) -> None:
     from penstock.bench import report
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     console.print(f"{settings.stages} stages of {settings.layers} layers, one thread each: {report.machine_line()}")
     if cores < settings.stages:
         console.print(f"[yellow]there are {cores} cores for {settings.stages} stages: they take turns[/yellow]")

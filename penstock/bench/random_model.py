@@ -18,6 +18,7 @@ import torch
 
 from penstock.bench import shapes
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.machine import usable_cores
 
 _SHARD_BYTES = 4 << 30
 _WRITERS = 8
@@ -33,7 +34,7 @@ def write(folder: Path, shape: str, progress: Callable[[int, int], None] | None 
     total, written = sum(sizes.values()), 0
     index: dict[str, str] = {}
     checkpoint.tensor(next(iter(sizes)))  # the numbers that all others are made of, before there are threads
-    threads = min(_WRITERS, os.cpu_count() or 1)
+    threads = min(_WRITERS, usable_cores())
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for number, names in enumerate(_shards(sizes), start=1):
             file = f"model-{number:05}.safetensors"

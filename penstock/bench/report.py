@@ -28,6 +28,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from penstock.machine import usable_cores
+
 
 def progress_bar(console: Console) -> Progress:
     """Goes to the console's own stream and leaves nothing behind, so that a saved report stays clean."""
@@ -105,7 +107,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "arch": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "system": platform.system(),
         "python": platform.python_version(),
         "versions": versions,

@@ -75,7 +75,8 @@ def join(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per rank; by default all cores.", rich_help_panel=RANKS)
+        int | None,
+        typer.Option(min=1, help="CPU threads per rank; by default all cores that it may use.", rich_help_panel=RANKS),
     ] = None,
     curve_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CURVE secret key of this machine.", rich_help_panel=RANKS)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from penstock.machine import usable_cores
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -101,7 +103,6 @@ def _run(
     threads: int | None,
     console: Console,
 ) -> None:
-    import os
 
     import torch
 
@@ -113,7 +114,7 @@ def _run(
     from penstock.text.export import write_text_files
     from penstock.text.loader import load_text
 
-    count = threads or os.cpu_count() or 1
+    count = threads or usable_cores()
     torch.set_num_threads(count)
     with console.status("reading the checkpoint"):
         source = cast(Checkpoint, open_weights(EngineConfig(model=str(path)), None))

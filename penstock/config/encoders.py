@@ -45,7 +45,9 @@ class EncoderConfig:
     )
     max_waiting: int = setting(16384, doc="Maximum of texts waiting in the engine; further ones are refused.", least=1)
     max_texts: int = setting(2048, doc="Maximum of texts or documents in one request.", least=1)
-    threads: int | None = setting(None, doc="CPU threads; when not set, all cores.", least=1, example="8")
+    threads: int | None = setting(
+        None, doc="CPU threads; when not set, all cores that this process may use.", least=1, example="8"
+    )
     watchdog_s: float = setting(
         60.0, doc="Seconds with work but without a finished step after which it is restarted.", least=1
     )

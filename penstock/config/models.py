@@ -202,7 +202,9 @@ class ModelConfig:
         None, doc="Devices that split the draft model; when not set, as many of tensor_parallel as can.",
         least=1, example="1",
     )  # fmt: skip
-    threads: int | None = setting(None, doc="CPU threads; when not set, all cores.", least=1, example="8")
+    threads: int | None = setting(
+        None, doc="CPU threads; when not set, all cores that this process may use.", least=1, example="8"
+    )
     watchdog_s: float = setting(
         60.0, doc="Seconds with work but without a finished step after which the engine is restarted.", least=1
     )

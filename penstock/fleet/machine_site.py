@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import penstock
 from penstock.config import ModelConfig
@@ -18,6 +16,7 @@ from penstock.errors import PenstockError
 from penstock.fleet.devices import NOTHING, Claim, claim, take
 from penstock.fleet.membership import machine_name, own_address
 from penstock.fleet.records import VARIANTS, Device, MachineRecord
+from penstock.machine import usable_cores, usable_memory
 from penstock.protocol.address import is_loopback
 from penstock.supervisor.unit import Unit
 
@@ -26,11 +25,7 @@ log = logging.getLogger("penstock.fleet")
 
 def default_room() -> int:
     """Engines that this machine may run when nobody says: one per GPU, or one per two cores."""
-    return len(_devices()) or max(_cores() // 2, 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(_devices()) or max(usable_cores() // 2, 1)
 
 
 def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
@@ -41,8 +36,8 @@ def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
     return MachineRecord(
         name=machine_name(config),
         address=address,
-        cpus=_cores(),
-        memory=_memory(),
+        cpus=usable_cores(),
+        memory=usable_memory().available,
         devices=_devices(),
         labels=list(config.labels),
         region=config.region,
@@ -51,15 +46,6 @@ def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
         version=penstock.__version__,
         understands=[VARIANTS],
     )
-
-
-def _memory() -> int:
-    """Bytes that engines could have."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
 
 
 def _devices() -> list[Device]:

@@ -6,7 +6,6 @@ over them key by key, so that a negotiated price is two lines.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Literal, get_args
 
 from penstock.config.tree import Node
 from penstock.errors import ConfigError
+from penstock.machine import usable_cores, usable_memory
 from penstock.planning.numbers import ComputeDType
 from penstock.planning.records import Record, built_in, canonical, entries, find, merged, read_tree
 
@@ -196,8 +196,8 @@ THIS_MACHINE = "this-machine"
 def this_machine() -> Device:
     """The CPU of this machine: its cores and memory, with the bandwidth and speed per core of the catalogue's nearest
     CPU of the same architecture, and with matrix tiles if it has them. It has no price."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = usable_cores()
+    memory = usable_memory().total
     arch = "x86" if platform.machine().lower() in ("x86_64", "amd64") else "arm"
     cpus = [entry for entry in devices() if entry.kind == "cpu" and entry.arch == arch]
     if arch == "x86":

@@ -15,6 +15,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.errors import ConfigError, PenstockError, require_extra
 from penstock.gateway.http.port import check_port
+from penstock.machine import usable_cores, usable_memory
 from penstock.sources.adapters import check_adapter
 from penstock.sources.resolve import cached
 
@@ -116,7 +117,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cpu() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     try:
         words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -140,11 +141,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError):
-        total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total, available = usable_memory()
     detail = f"{available / GiB:.1f} of {total / GiB:.1f} GiB available"
     if available < LEAST_MEMORY:
         yield Finding("memory", CheckState.WARN, detail, "free some memory, or serve a smaller model")

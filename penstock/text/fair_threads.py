@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from penstock.machine import usable_cores
 from penstock.protocol.errors import RateLimitExceeded
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS_PER_TENANT = 2 if (os.cpu_count() or 1) > 2 else 1
+THREADS_PER_TENANT = 2 if usable_cores() > 2 else 1
 THREADS = THREADS_PER_TENANT + 1
 WAITING_CHARACTERS = 16 << 20
 """Of one tenant."""

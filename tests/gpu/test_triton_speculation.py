@@ -24,6 +24,7 @@ from tests.engine.harness import assert_idle, generate, greedy, make_engine  # n
 from tests.engine.speculative.forced import Oracle, eager_engine  # noqa: E402
 from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head  # noqa: E402
 from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp  # noqa: E402
+from tests.engine.speculative.plain_mtp import PLAIN  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
@@ -154,6 +155,21 @@ def test_mtp_layers_draft_what_the_reference_does() -> None:
             assert generate(engine, *few) == generate(plain, *few), family
             reference = PlainMtp(path)
             right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
+            assert len(right) > 10 and sum(right) >= 0.9 * len(right), (family, right)
+
+
+def test_mtp_layers_that_no_library_has_do_too() -> None:
+    if not ON_DEVICE:
+        return
+    for family, plain_layer in PLAIN.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = plain_layer.write(family, Path(folder))
+            engine = eager_engine(path, speculation="mtp", speculation_depth=3, **CUDA)
+            drafts = noted_drafts(engine)
+            few = [greedy("a", [i * 7 % 199 for i in range(70)], 20), greedy("b", [5, 4], 20)]
+            assert generate(engine, *few) == generate(make_engine(path, **CUDA), *few), family
+            layer = plain_layer(path)
+            right = [layer.scores(tokens, draft).argmax(-1).tolist() == draft for tokens, draft in drafts]
             assert len(right) > 10 and sum(right) >= 0.9 * len(right), (family, right)
 
 

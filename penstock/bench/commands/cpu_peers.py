@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.bench.options import Json, Model, Threads, assignments, console
+from penstock.machine import usable_cores
 
 
 def cpu_peers(
@@ -49,12 +50,11 @@ def cpu_peers(
 
         penstock bench cpu-peers --isa avx2 --peer llama.cpp -w c1 -w c16
     """
-    import os
 
     from penstock.bench.peers import cpu as measured
 
     settings = measured.CpuPeersBenchSettings(
-        threads=threads or os.cpu_count() or 1,
+        threads=threads or usable_cores(),
         model=model,
         folder=folder,
         workloads=tuple(workload or ()),

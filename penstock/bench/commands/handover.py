@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.bench.options import Json, KVDType, KVDTypeOption, Model, stderr
+from penstock.machine import usable_cores
 
 
 def handover(
@@ -42,7 +43,6 @@ def handover(
 
         penstock bench handover -m hf:Qwen/Qwen3-8B --device cuda:0 --device cuda:1 --memory-share 0.4 --tokens 16384
     """
-    import os
 
     from penstock.bench import handover as measured
 
@@ -57,6 +57,6 @@ def handover(
         devices=tuple(device or ()),
         kv_dtype=kv_dtype.value,
         memory_share=memory_share,
-        threads=threads or max(1, (os.cpu_count() or 1) // 2),
+        threads=threads or max(1, usable_cores() // 2),
     )
     measured.main(settings, json_file, stderr())

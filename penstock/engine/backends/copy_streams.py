@@ -8,7 +8,6 @@ Copying on the host is the slower half, hence several copy streams, each with a 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -17,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COPY_STREAMS = min(16, os.cpu_count() or 1)
+from penstock.machine import usable_cores
+
+COPY_STREAMS = min(16, usable_cores())
 BUFFER = 8 << 20
 _PIECE = 4 * BUFFER
 """What one copy stream takes on at a time."""

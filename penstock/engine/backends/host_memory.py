@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.machine import usable_memory
+
 _PAGE: Final = 2 << 20
 _SLAB: Final = 32 << 20
 _ALIGNMENT: Final = 64
@@ -77,15 +79,10 @@ class HostMemory:
     shared_by_ranks = True
 
     def available(self) -> int:
-        try:
-            with open("/proc/meminfo") as file:
-                fields = dict(line.split(":", 1) for line in file)
-            return int(fields["MemAvailable"].split()[0]) * 1024
-        except (OSError, KeyError):
-            return self.total() // 2
+        return usable_memory().available
 
     def total(self) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return usable_memory().total
 
     def used(self) -> int:
         try:

@@ -6,7 +6,6 @@ server, watchdog and supervisor run it. Each step ends with its results on the h
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.engine.request import QUEUE_FULL, Delta, EngineInfo, EngineLoad, Request
 from penstock.engine.startup.part import Phases, Progress
 from penstock.errors import ConfigError
+from penstock.machine import usable_cores
 
 NOT_AN_ENCODER_REQUEST = "this engine encodes texts; it does not generate"
 FEW_TOKENS = 48
@@ -207,7 +207,7 @@ def _interact(job: Job) -> None:
 def load_encoder(config: EncoderEngineConfig, progress: Progress | None) -> EncoderEngine:
     """See `EncoderEngine.load`."""
     phases = Phases(progress)
-    threads = config.threads or len(os.sched_getaffinity(0))
+    threads = config.threads or usable_cores()
     torch.set_num_threads(threads)
     device = pick_device(config.device, room=_CUDA_ROOM)
     int8 = config.weights == "int8"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,6 +10,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 
 from penstock.engine.grammar.interface import GrammarError, GrammarTooComplex, Interruptible, TokenMatcher, Vocabulary
 from penstock.engine.grammar.unique_keys import TokenIndex, UniqueKeys, split_header
+from penstock.machine import usable_cores
 
 _MAX_THREADS = 4
 """Masks take tens of microseconds each; more threads would only take cores from the model."""
@@ -153,7 +153,7 @@ class GuidanceCompiler:
             mine[0].raw.unsafe_compute_mask_ptr(masks.ctypes.data, masks.shape[1] * masks.itemsize)
         else:
             if self._executor is None:  # its threads start with it
-                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, usable_cores()))
             rows = [(matcher.raw, index) for index, matcher in enumerate(mine)]
             self._executor.unsafe_compute_mask_ptr(
                 rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, masks.shape[0]

@@ -7,7 +7,6 @@ supplies the mover: in host memory it is a plain copy, elsewhere copies run besi
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.host import Transfers
+from penstock.machine import usable_cores
 
 _POLL_S = 0.0005
 _PIECE = 64 << 20
@@ -89,7 +89,7 @@ def populate(pool: Tensor) -> int:
     pieces = range(first, end, _PIECE)
     if not pieces:
         return 0
-    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, _POPULATING)) as threads:
+    with ThreadPoolExecutor(min(len(pieces), usable_cores(), _POPULATING)) as threads:
         failed = threads.map(lambda piece: bool(madvise(piece, _PIECE, _POPULATE_WRITE)), pieces)
         return _PIECE * (len(pieces) - sum(failed))
 

@@ -62,6 +62,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         for part in (family.gguf.unread(config, layer) if family.gguf.unread else ())
     }
     layers = f"{names.prefix}layers"
+    every_layer = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
     found: dict[str, Origin] = {}
     for name, info in file.tensors.items():
         if _IGNORED.fullmatch(name):
@@ -106,7 +107,7 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             for expert, half in product(range(info.shape[0]), range(2)):
                 target = f"{family.names.moe}experts.{expert}.{names.expert_gate_up[half]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert, half=half)
-        elif part == "attn_qkv" and family.gguf.fused_rows and int(layer) < config["num_hidden_layers"]:
+        elif part == "attn_qkv" and family.gguf.fused_rows and int(layer) < every_layer:
             ends = np.cumsum((0, *family.gguf.fused_rows(config, int(layer))))
             if info.shape[0] != ends[-1]:
                 raise CheckpointError(

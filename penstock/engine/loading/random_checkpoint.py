@@ -109,6 +109,11 @@ def tensor_shapes(config: HFConfig) -> dict[str, tuple[int, ...]]:
     return _composed(read_config(config)).shapes
 
 
+def stored_elements(config: HFConfig) -> int:
+    """Of all its tensors."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
 def possible_tensors(config: HFConfig) -> set[str]:
     """Every name that a decoder of this configuration may read: parts that run as one may be stored so or apart."""
     model = read_config(config)

@@ -25,6 +25,8 @@ class IndexConfig:
     attention are made of."""
     rate: int = 0
     """Tokens that are chosen together (see `PooledIndexOps`), by which `most` can be divided; 0: each by itself."""
+    paged_pools: bool = False
+    """Whether what pools are made of lies in blocks, not in a state: of a drafter's layer, which has no states."""
 
     @property
     def everything(self) -> int:
@@ -83,7 +85,7 @@ class LatentConfig:
     @property
     def pooled(self) -> bool:
         """Whether tokens are chosen together, so that layers with an indexer keep a state."""
-        return self.index is not None and self.index.rate > 0
+        return self.index is not None and self.index.rate > 0 and not self.index.paged_pools
 
     @property
     def uniform(self) -> bool:
@@ -121,6 +123,8 @@ class CompressionConfig:
     index_dim: int
     most: int
     """Entries that are chosen; up to so many all are."""
+    paged_window: bool = False
+    """Whether keys lie in blocks, where there is the window alone: of a drafter's layer, which has no states."""
 
 
 @dataclass(frozen=True, slots=True)

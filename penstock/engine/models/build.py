@@ -188,7 +188,8 @@ def compose_one(
     """One layer of a family, wherever its tensors are: `config` is that of a model of one layer. With the decoder that
     runs it."""
     backend, family = read.backend, family_of(config.family)
-    architecture = LLAMA_LIKE if family.architecture is None else family.architecture()
+    made = family.drafting or family.architecture
+    architecture = LLAMA_LIKE if made is None else made()
     context = LayerContext(
         read=read,
         config=config,

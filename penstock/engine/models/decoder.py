@@ -142,6 +142,11 @@ class Decoder(ABC):
         return torch.float32 if self.ops.wide_stream else self.embedding.dtype
 
     @property
+    def residual_width(self) -> int:
+        """Numbers of the residual stream of a token."""
+        return self.config.hidden_size
+
+    @property
     def stream_width(self) -> int:
         """Of what the stage before this one sends of every token."""
         return self.config.hidden_size

@@ -13,7 +13,12 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.attention_config import CompressionConfig
 from penstock.engine.models.decoder import DecoderLayer
-from penstock.engine.models.layers.compressed_attention import CompressedAttention, EntryIndexer, EntryPool
+from penstock.engine.models.layers.compressed_attention import (
+    CompressedAttention,
+    EntryIndexer,
+    EntryPool,
+    PagedWindowAttention,
+)
 from penstock.engine.models.layers.experts import StepTokens
 from penstock.engine.models.layers.hyper_connections import HyperConnection, StreamsHead, mean_of
 from penstock.engine.models.layers.linear import WideLinear
@@ -132,7 +137,7 @@ def compose_attention(context: LayerContext) -> CompressedAttention:
     rate, chosen, heads = shape.rates[context.index], shape.chosen[context.index], config.num_heads
     groups = shape.output_groups
     down = read.get(f"{prefix}{OUTPUT_DOWN}.weight", groups * shape.output_rank, heads * dim // groups)
-    return CompressedAttention(
+    return (PagedWindowAttention if shape.paged_window else CompressedAttention)(
         ops=read.backend.ops,
         inputs=read.linear(prefix, {INPUTS: shape.query_rank, KEY: dim}, hidden),
         query_up=read.linear(prefix, {QUERY_UP: heads * dim}, shape.query_rank),

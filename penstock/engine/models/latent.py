@@ -11,7 +11,7 @@ from penstock.engine.backends.interface import HeadScales, IndexLayout, IndexNor
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.composed import StackedLinear
-from penstock.engine.models.layers.indexer import Indexer, PooledIndexer
+from penstock.engine.models.layers.indexer import Indexer, PagedPoolIndexer, PooledIndexer
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import Linear, WideLinear
 from penstock.engine.models.layers.rotary import log_positions, query_scales
@@ -153,12 +153,15 @@ def compose_indexer(context: LayerContext, attention: str) -> Indexer:
         input_norm=norm(INDEX_INPUT_NORM, hidden, index.norm_eps) if index.normed_inputs else None,
         scales=compose_scales(context, at, index.heads) if latent.head_scales else None,
     )
-    return made if not index.rate else _compose_pools(read, at, made, index.rate, hidden)
+    kind = PagedPoolIndexer if index.paged_pools else PooledIndexer
+    return made if not index.rate else _compose_pools(read, at, made, kind, index.rate, hidden)
 
 
-def _compose_pools(read: WeightReader, at: str, of: Indexer, rate: int, hidden: int) -> PooledIndexer:
+def _compose_pools(
+    read: WeightReader, at: str, of: Indexer, kind: type[PooledIndexer], rate: int, hidden: int
+) -> PooledIndexer:
     dim = of.layout.dim
-    return PooledIndexer(
+    return kind(
         **{field.name: getattr(of, field.name) for field in fields(Indexer)},
         gates=read.backend.linear(read.get(at + POOL_GATES, dim, hidden)),
         bias=read.get(at + POOL_BIAS, rate, dim, dtype=torch.float32),

@@ -136,6 +136,9 @@ class ModelConfig:
     mtp_like: int | None = None
     """A layer with the heads, window and rotary embedding of the first one for multi-token prediction; None: it sees
     everything, and its heads are those of all layers."""
+    mtp_before_norm: bool = False
+    """Whether that layer reads the residual stream as the last layer leaves it, and passes on its own like that; else
+    both are normalized."""
     key_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer attends to; empty: its own, everywhere."""
     keys_as_values: bool = False
@@ -350,7 +353,8 @@ class ModelConfig:
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
         pooled = self.latent is not None and self.latent.pooled
-        return pooled or any(part is not None for part in (self.delta, self.mamba, self.short_conv, self.compression))
+        windows = self.compression is not None and not self.compression.paged_window
+        return pooled or windows or any(part is not None for part in (self.delta, self.mamba, self.short_conv))
 
     @property
     def stage_starts(self) -> tuple[bool, ...]:

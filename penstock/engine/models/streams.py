@@ -34,10 +34,10 @@ class StreamsDecoder(Decoder):
     @property
     def stream_width(self) -> int:
         stage = self.config.stage
-        return self._width + (0 if stage is None else stage.arrives.width)
+        return self.residual_width + (0 if stage is None else stage.arrives.width)
 
     @property
-    def _width(self) -> int:
+    def residual_width(self) -> int:
         assert self.config.streams is not None
         return self.config.streams.count * self.config.hidden_size
 
@@ -45,8 +45,8 @@ class StreamsDecoder(Decoder):
         stage = self.config.stage
         if stage is None or not stage.arrives.tokens:
             return sent
-        self._tell(ids_of(sent[:, self._width :]))
-        return sent[:, : self._width].contiguous()
+        self._tell(ids_of(sent[:, self.residual_width :]))
+        return sent[:, : self.residual_width].contiguous()
 
     def passed_on(self, stream: Tensor) -> Tensor:
         stage = self.config.stage
@@ -61,4 +61,4 @@ class StreamsDecoder(Decoder):
     def embed(self, token_ids: Tensor) -> Tensor:
         self._tell(token_ids)  # those behind the vocabulary too, which adapters bring: n-grams are of any ids
         stream = Decoder.embed(self, token_ids)
-        return stream.repeat(1, self._width // stream.shape[1])
+        return stream.repeat(1, self.residual_width // stream.shape[1])

@@ -36,7 +36,9 @@ class Tap:
     layers: tuple[int, ...] = ()
     """The residual stream in front of these layers, ascending; none: the final hidden states."""
     project: Linear | None = None
-    """Applied to the chosen streams side by side; None: what is kept are the final hidden states."""
+    """Applied to the chosen streams side by side; None: what is kept are the final hidden states, or `as_read`."""
+    as_read: bool = False
+    """Whether the chosen streams themselves are kept."""
     caches: int = 1
     """Above 1: it is kept of the tokens of so many shards, each with blocks of its own, which are numbered through."""
 
@@ -87,7 +89,8 @@ class TappedDecoder(Decoder):
     def keep(self, hidden: Tensor, taken: Tensor, slots: Tensor, kv: KVCache) -> None:
         """Write what the drafter needs of tokens: their final hidden states, or the streams that were read."""
         project = self.tap.project
-        (self.tap.ops or self.ops).store_rows(hidden if project is None else project(taken), kv.layers[-1], slots)
+        kept = taken if self.tap.as_read else hidden if project is None else project(taken)
+        (self.tap.ops or self.ops).store_rows(kept, kv.layers[-1], slots)
 
     def run_tapped(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> tuple[Tensor, Tensor]:
         """Final hidden states, and the wanted streams side by side."""
@@ -112,6 +115,10 @@ class TappedDecoder(Decoder):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.inner.embed(token_ids)
+
+    @property
+    def residual_width(self) -> int:
+        return self.inner.residual_width
 
     @property
     def stream_width(self) -> int:

@@ -89,7 +89,7 @@ class Stage(Releasable):
     def _receive(self, streams: int, tokens: int, device: torch.device, group: Group, source: int) -> Arriving | None:
         if not streams:
             return None
-        shape = tokens, streams * self.decoder.config.hidden_size
+        shape = tokens, streams * self.decoder.residual_width
         taken = torch.empty(shape, dtype=self.decoder.embedding.dtype, device=device)
         return Arriving(taken, group.begin_receive(taken, source))
 

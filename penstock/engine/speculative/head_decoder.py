@@ -40,7 +40,7 @@ class HeadDecoder(Decoder):
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         draws = batch.num_decodes == len(token_ids)
-        rows = batch.rows if draws else batch.rows[_owners(batch, len(token_ids))]
+        rows = batch.rows if draws else batch.rows[batch.owners]
         before = (batch.positions - 1).clamp(min=0)
         blocks = batch.block_tables[rows.long(), before // self.block_size].long()
         slots = blocks * self.block_size + before % self.block_size
@@ -58,13 +58,6 @@ class HeadDecoder(Decoder):
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         raise NotImplementedError("a drafter reads hidden states of the model too")
-
-
-def _owners(batch: AttentionBatch, tokens: int) -> Tensor:
-    """int64 [T]: index of the sequence of every packed token."""
-    index = torch.arange(tokens, dtype=torch.int32, device=batch.query_starts.device)
-    found = torch.searchsorted(batch.query_starts[1:], index, right=True)
-    return found.clamp(max=len(batch.rows) - 1)
 
 
 class PartialHead:

@@ -6,7 +6,6 @@ between them; what is read in later stages of a pipeline comes back with the fin
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -33,9 +32,10 @@ from penstock.engine.speculative.draft import FOLLOWED
 from penstock.engine.speculative.eagle3 import load_eagle3, read_eagle3_config
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.engine.speculative.head_proposer import HeadProposer
-from penstock.engine.speculative.mtp import load_mtp
+from penstock.engine.speculative.mtp import load_mtp, mtp_tap
 from penstock.engine.startup.part import Part, Phases, open_weights
 from penstock.errors import CheckpointError, ConfigError
+from penstock.machine import usable_cores
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
@@ -94,7 +94,7 @@ def load_head(
     """On rank 0: the head that the configuration names, or that the checkpoint has."""
     if member is not None and member.place.rank > 0:
         return None
-    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
+    threads = config.threads or max(1, usable_cores() // (1 if member is None else member.neighbours))
     device = pick_device(config.device)
     if member is not None:
         device = member.device(device)
@@ -135,9 +135,14 @@ def distant_tap(config: EngineConfig, checkpoint: object | None, member: Member)
     it reads. Final hidden states go to rank 0 anyway."""
     place = member.place
     passes = place.data or (place.pipeline > 1 and not place.shard)
-    if config.speculation != "eagle3" or not passes or config.draft_model is None:
+    if config.speculation not in HEADS or not passes:
         return None
     target = read_config(open_weights(config, checkpoint).config)
+    if config.speculation == "mtp":
+        tap = mtp_tap(target)
+        return replace(tap, width=0) if tap.layers else None
+    if config.draft_model is None:
+        return None
     return Tap(0, layers=read_eagle3_config(read_json(Path(config.draft_model) / "config.json"), target).tapped)
 
 

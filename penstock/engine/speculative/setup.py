@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
 from penstock.engine.startup.part import Part, Phases, load_part, open_weights
 from penstock.errors import CheckpointError, ConfigError
+from penstock.machine import usable_cores
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
@@ -146,7 +146,7 @@ def load_draft(
         assert member is not None
         among = DraftMember(member, shards)
     elif member is not None:
-        threads = config.threads or max(1, (os.cpu_count() or 1) // member.neighbours)
+        threads = config.threads or max(1, usable_cores() // member.neighbours)
         alone = replace(alone, device=str(member.device(pick_device(config.device))), threads=threads)
     with phases("draft model"):
         try:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
 from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.loading.checkpoint import GGUFCheckpoint
+from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.quantized import QuantizedCheckpoint
+from penstock.engine.loading.random_checkpoint import stored_elements
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.weights import Weights
 from penstock.errors import ConfigError
+from penstock.machine import usable_memory
 
 _UNBOUNDED = 1 << 16
 """Slots in host memory of what takes none on this rank; others have less room."""
@@ -85,12 +93,45 @@ def size_cache(
     return CacheSize(int(blocks) + 1, rows + kept)
 
 
+def check_weights_fit(config: EngineConfig, weights: Weights, plan: WeightPlan, dtype: torch.dtype, free: int) -> None:
+    """Refuses weights that host memory cannot hold, before any is read: the system would end some process or other for
+    them. They take at least this much; what stays in more bits, and what is kept beside them, is not counted."""
+    if isinstance(weights, QuantizedCheckpoint | GGUFCheckpoint) or "quantization_config" in weights.config:
+        bits = 4
+    elif isinstance(weights, Fp8Checkpoint) or plan.quantize is not None:
+        bits = 4 if config.weights == "int4" else 8
+    else:
+        bits = 8 * dtype.itemsize
+    least = stored_elements(weights.config) * bits // 8 // config.ranks
+    if least > free:
+        fewer = "" if bits == 4 else f", fewer bits (weights: {'int4' if bits == 8 else 'int8 or int4'})"
+        raise ConfigError(
+            f"the weights of {config.name or config.model} take at least {_gib(least)}, and {_gib(free)} of memory are "
+            f"free; choose a smaller model{fewer} or another device"
+        )
+
+
+@contextmanager
+def weights_fitting(config: EngineConfig, backend: Backend) -> Iterator[None]:
+    """Says what to do where a device has no room for the weights that are loaded meanwhile."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the weights of {config.name or config.model} do not fit on {backend.device}, which has "
+            f"{_gib(backend.memory.total())} of memory and {_gib(backend.memory.available())} left of it; choose more "
+            "devices (tensor_parallel), fewer bits (weights: fp8 or int4) or a smaller model, or free memory there"
+        ) from error
+
+
 def count_host_blocks(config: EngineConfig, shape: CacheShape, recurrent: bool = False) -> tuple[int, int]:
     """KV blocks and states that `host_memory` holds; of models with recurrent layers half of it is for states."""
     if not config.prefix_cache:
         raise ConfigError(
             "host_memory keeps blocks for later prompts, which prefix_cache: false forbids; set one of them"
         )
+    if config.host_memory > (free := usable_memory().available):
+        raise ConfigError(f"host_memory: {_gib(config.host_memory)} are more than the {_gib(free)} that are free")
     memory = config.host_memory // 2 if recurrent else config.host_memory
     slots = memory // shape.block_bytes if shape.block_bytes else _UNBOUNDED
     states = memory // shape.state_bytes if shape.state_bytes else _UNBOUNDED

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -36,8 +35,15 @@ from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model, with_experts
 from penstock.engine.startup.kernels import KernelBuild
-from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
+from penstock.engine.startup.memory import (
+    check_weights_fit,
+    longest_sequence,
+    size_cache,
+    sliding_window,
+    weights_fitting,
+)
 from penstock.errors import CheckpointError, ConfigError
+from penstock.machine import usable_cores
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
@@ -106,7 +112,7 @@ def load_part(
     `own_cache`: or else the cache is made later, like another model's; until then it has one block. `tap`: what a
     drafter in this process wants of it.
     """
-    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
+    threads = config.threads or max(1, usable_cores() // (1 if member is None else member.neighbours))
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     if member is not None:
@@ -159,12 +165,14 @@ def load_part(
             wanted_len,
             wanted_len,
         )
+    if backend.in_host_memory and not model.by_transformers:
+        check_weights_fit(config, whole, plan, dtype, backend.memory.available())
     most_decodes = max(max_running, config.max_verified(max_running))
     limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
     # With shards, sums stand between linears and residual additions.
     alone = member is None or member.place.tensor == 1
     with KernelBuild(backend, kv_dtype, limits) as kernels, _read(weights):
-        with phases("weights"), torch.inference_mode():
+        with phases("weights"), torch.inference_mode(), weights_fitting(config, backend):
             decoder = _by_transformers(
                 config, weights, model, backend, dtype, wanted_len, plan, phases, member
             ) or build_decoder(

@@ -14,6 +14,7 @@ from penstock.fleet.kubernetes.deployment import Deployment
 from penstock.fleet.kubernetes.groups import EngineGroup
 from penstock.fleet.kubernetes.names import dns_label
 from penstock.fleet.kubernetes.parameters import Json
+from penstock.machine import CORES
 from penstock.routing.place import ReplicaPlace, labelled_endpoint
 
 PORT = 5555
@@ -174,11 +175,14 @@ def _scratch(group: EngineGroup) -> int:
 
 
 def _container(deployment: Deployment, group: EngineGroup, name: str, arguments: list[str]) -> Json:
+    # Without a limit a pod sees all cores of its node: threads for all would stand in the way of its neighbours, and of
+    # each other whenever those have work. On GPUs few threads compute, and all cores may compile kernels at the start.
+    cores = [pods.from_request(CORES, "cpu")] if group.device == "cpu" else []
     return {
         "name": name,
         "image": deployment.image(group.device),
         "args": arguments,
-        "env": [*pods.common_env(deployment), *pods.source_env(deployment, _sources(group))],
+        "env": [*pods.common_env(deployment), *pods.source_env(deployment, _sources(group)), *cores],
         "securityContext": pods.container_security(),
         "volumeMounts": pods.mounts(deployment),
     }

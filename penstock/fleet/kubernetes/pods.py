@@ -42,6 +42,11 @@ def from_field(name: str, path: str) -> Json:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
+def from_request(name: str, resource: str) -> Json:
+    """What the container that has the variable asks for; of cores the next whole number."""
+    return {"name": name, "valueFrom": {"resourceFieldRef": {"resource": f"requests.{resource}"}}}
+
+
 def from_secret(deployment: Deployment, name: str, key: str, *, optional: bool = False) -> Json:
     reference: Json = {"name": deployment.secret, "key": key}
     if optional:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from usearch.index import Index
 
 from penstock.knowledge.chunks.base import Ranked
+from penstock.machine import usable_cores
 
 if TYPE_CHECKING:
     from penstock.knowledge.embedder import Vectors
@@ -68,7 +69,7 @@ class VectorIndex:
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float16], mark: Mark) -> None:
         if len(keys):
-            threads = min(MOST_THREADS, len(os.sched_getaffinity(0))) if len(keys) >= BULK else 1
+            threads = min(MOST_THREADS, usable_cores()) if len(keys) >= BULK else 1
             self._index.add(keys, _stretched(vectors), threads=threads)
         self.unsaved += len(keys)
         self.mark = mark

@@ -20,7 +20,7 @@ from penstock.engine.loading.gguf import GGUFFile
 from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
-from penstock.errors import CheckpointError, PenstockError
+from penstock.errors import CheckpointError
 from tests import parts
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
@@ -28,6 +28,9 @@ from tests.engine.loading.test_gguf_keys import Described, llama_cpp, vocabulary
 from tests.engine.loading.test_gguf_kimi import assert_alike, logprobs
 from tests.engine.models.test_mimo_v2 import published
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.plain_mtp import PlainMimo
 from tests.engine.tiny import write_checkpoint
 from tests.engine.tiny.common import YARN_ROPE
 
@@ -42,6 +45,10 @@ NAMES = {
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     **{f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
+}
+DRAFTING_NAMES = {
+    "final_layernorm.weight": "layer_output_norm.weight",
+    **{f"{one}.weight": f"nextn.{one}.weight" for one in ("eh_proj", "enorm", "hnorm")},
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
        "lm_head.weight": "output.weight"}  # fmt: skip
@@ -77,6 +84,8 @@ def described(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         tensor = checkpoint.tensor(name).numpy()
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         expert = re.fullmatch(r"mlp\.experts\.\d+\.(\w+)_proj\.weight", match[2]) if match else None
+        if name.startswith("model.mtp."):
+            continue
         if match is None:
             tensors[TOP[name]] = tensor
         elif expert is not None:
@@ -119,22 +128,16 @@ def described(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return metadata, tensors
 
 
-def with_drafting(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def with_drafting(metadata: dict[str, Any], tensors: dict[str, np.ndarray], folder: Path) -> None:
     """Layers for multi-token prediction, which the converter counts with the others: dense ones with a window."""
-    layers, hidden = metadata["block_count"], metadata["embedding_length"]
-    heads, dim, value = (metadata[f"attention.{key}"] for key in ("head_count", "key_length", "value_length"))
-    kv_heads = max(metadata["attention.head_count_kv"])
-    shapes: dict[str, tuple[int, ...]] = {
-        "nextn.eh_proj": (hidden, 2 * hidden), "nextn.enorm": (hidden,), "nextn.hnorm": (hidden,),
-        "layer_output_norm": (hidden,), "attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_sinks": (heads,),
-        "attn_qkv": ((heads + kv_heads) * dim + kv_heads * value, hidden), "attn_output": (hidden, heads * value),
-        "ffn_gate": (metadata["feed_forward_length"], hidden), "ffn_up": (metadata["feed_forward_length"], hidden),
-        "ffn_down": (hidden, metadata["feed_forward_length"]),
-    }  # fmt: skip
-    for layer in range(layers, layers + DRAFTING):
-        tensors |= {f"blk.{layer}.{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    layers, checkpoint = metadata["block_count"], open_checkpoint(folder)
+    for name in checkpoint.names():
+        if match := re.fullmatch(r"model\.mtp\.layers\.(\d+)\.(.*)", name):
+            own = (NAMES | DRAFTING_NAMES)[match[2]]
+            tensors[f"blk.{layers + int(match[1])}.{own}"] = checkpoint.tensor(name).numpy()
     metadata["nextn_predict_layers"] = DRAFTING
     metadata["block_count"] += DRAFTING
+    kv_heads = max(metadata["attention.head_count_kv"])
     metadata["attention.head_count_kv"] = [*metadata["attention.head_count_kv"], *[kv_heads] * DRAFTING]
     metadata["attention.sliding_window_pattern"] = [*metadata["attention.sliding_window_pattern"], *[1] * DRAFTING]
 
@@ -163,9 +166,9 @@ def convert(
 ) -> Path:
     """`quantized`: the type of all matrices but routers."""
     metadata, tensors = described(folder)
-    tensors = fused(tensors) if fuse else tensors
     if drafting:
-        with_drafting(metadata, tensors)
+        with_drafting(metadata, tensors, folder)
+    tensors = fused(tensors) if fuse else tensors
     metadata = {key: value for key, value in (metadata | changed).items() if key != without}
     kinds: dict[str, gguf.GGMLQuantizationType] = {}
     if quantized:
@@ -220,15 +223,25 @@ def test_queries_keys_and_values_may_be_one_matrix(kind: str, tmp_path: Path) ->
         open_checkpoint(convert(folder, fuse=True, **{"attention.value_length": 20}))
 
 
-def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
-    """Counted with the others; the reference says nothing of what they compute."""
-    folder = write("published", tmp_path)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_layers_for_multi_token_prediction(fuse: bool, tmp_path: Path) -> None:
+    """Counted with the others: the first drafts with `speculation: mtp`."""
+    folder = PlainMimo.write("mimo-v2-flash", tmp_path, routed_scaling_factor=1.0)
     expected = generate(make_engine(folder), REQUEST)
-    file = convert(folder, drafting=True)
+    file = convert(folder, drafting=True, fuse=fuse)
     assert model_of(GGUFCheckpoint(file)) == model_of(open_checkpoint(folder))
     assert generate(make_engine(file), REQUEST) == expected
-    with pytest.raises(PenstockError, match="mtp"):
-        make_engine(file, speculation="mtp")
+    engine = eager_engine(file, speculation="mtp")
+    drafts = noted_drafts(engine)
+    assert generate(engine, REQUEST) == expected
+    layer = PlainMimo(folder)
+    assert len(drafts) > 3
+    for tokens, draft in drafts:
+        assert layer.scores(tokens, draft).argmax(-1).tolist() == draft
+
+
+def test_a_norm_behind_other_layers_is_refused(tmp_path: Path) -> None:
+    folder = write("published", tmp_path)
     stray = described(folder)
     stray[1]["blk.1.layer_output_norm.weight"] = np.ones(stray[0]["embedding_length"], np.float32)
     with pytest.raises(CheckpointError, match=r"no use for 'blk\.1\.layer_output_norm\.weight'"):

@@ -27,6 +27,9 @@ from penstock.engine.request import Request
 from penstock.errors import CheckpointError, ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.plain_mtp import PlainV4
 from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
 from tests.engine.tiny import Reference, write_checkpoint
 from tests.engine.tiny.latent import DEEPSEEK_V4, V4_MIXERS
@@ -215,6 +218,9 @@ def published(name: str) -> str:
     )
 
 
+_LINEARS = (".wq_", ".wkv.", ".wo_", ".w1.", ".w2.", ".w3.", ".e_proj.", ".h_proj.")
+
+
 def as_published(folder: Path, *, few_bits: bool) -> dict[str, torch.Tensor]:
     """Store a checkpoint as DeepSeek does; with `few_bits` in FP8, experts in four bits. The numbers that it then has,
     under the names that they had."""
@@ -226,7 +232,7 @@ def as_published(folder: Path, *, few_bits: bool) -> dict[str, torch.Tensor]:
             packed = round_mxfp4(tensor)
             found[own], meant[name] = packed.blocks.view(torch.int8), packed.dense()
             found[own.replace("weight", "scale")] = packed.scales.view(torch.float8_e8m0fnu)
-        elif linear and any(part in name for part in (".wq_", ".wkv.", ".wo_", ".w1.", ".w2.", ".w3.")):
+        elif linear and any(part in name for part in _LINEARS):
             if "compressor" in name:
                 continue
             rows, columns = tensor.shape
@@ -238,7 +244,6 @@ def as_published(folder: Path, *, few_bits: bool) -> dict[str, torch.Tensor]:
             found[own] = (tensor / each).to(torch.float8_e4m3fn)
             meant[name] = found[own].float() * each
             found[own.replace("weight", "scale")] = scale.to(torch.float8_e8m0fnu)
-    found["mtp.0.norm.weight"] = torch.ones(64)
     save_file({name: one.contiguous() for name, one in found.items()}, folder / "model.safetensors")
     return meant
 
@@ -270,14 +275,20 @@ def test_a_published_checkpoint_is_that_of_transformers(folder: Path, tmp_path: 
 
 def test_fp8_in_tiles_with_experts_in_four_bits(tmp_path: Path) -> None:
     sizes = {"moe_intermediate_size": 32, "intermediate_size": 32}
-    stored, plain = (write_checkpoint("deepseek-v4", tmp_path / name, **sizes) for name in ("stored", "plain"))
+    stored, plain = (PlainV4.write("deepseek-v4", tmp_path / name, **sizes) for name in ("stored", "plain"))
     save_file(as_published(stored, few_bits=True), plain / "model.safetensors", metadata={"format": "pt"})
     form = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
     publish(stored, quantization_config={**form, "weight_block_size": [32, 32]})
-    reference, asked = Reference(plain), requests(2, 50, 8)
+    PlainV4.write_layer(plain)
+    reference, layer, asked = Reference(plain), PlainV4(plain), requests(2, 50, 8)
     for weights in ("dense", "auto"):
-        engine = make_engine(stored, weights=weights)
+        engine = eager_engine(stored, weights=weights, speculation="mtp")
+        drafts = noted_drafts(engine)
         got = generate(engine, *asked)
+        assert len(drafts) > 5
+        for tokens, draft in drafts:
+            scores = layer.scores(tokens, draft)
+            assert bool((scores.amax(-1) - scores[range(len(draft)), draft] < 1e-2).all())
         for one in asked:
             assert reference.agrees(list(one.prompt), got[one.request_id], 1e-2), (weights, one.request_id)
     experts: Any = engine.runner.decoder.layers[0].feed_forward
@@ -337,7 +348,12 @@ def test_a_checkpoint_under_the_names_that_transformers_uses_in_memory(folder: P
         ("layers.3.ffn.gate.tid2eid", "model.layers.3.mlp.gate.tid2eid"),
         ("layers.3.ffn.experts.17.w3.weight", "model.layers.3.mlp.experts.17.up_proj.weight"),
         ("layers.3.ffn.shared_experts.w2.scale", "model.layers.3.mlp.shared_experts.down_proj.weight_scale_inv"),
-        ("mtp.0.attn.wkv.weight", "mtp.0.attn.wkv.weight"),
+        ("mtp.0.attn.wkv.weight", "mtp.0.self_attn.kv_proj.weight"),
+        ("mtp.0.e_proj.scale", "mtp.0.e_proj.weight_scale_inv"),
+        ("mtp.0.ffn.experts.17.w3.scale", "mtp.0.mlp.experts.17.up_proj.weight_scale_inv"),
+        ("mtp.0.hc_ffn_scale", "mtp.0.ffn_hc.scale"),
+        ("mtp.0.hc_head_scale", "mtp.0.hc_head.hc_scale"),
+        ("mtp.0.norm.weight", "mtp.0.norm.weight"),
     ],
 )
 def test_published_names(stored: str, own: str) -> None:
@@ -413,3 +429,12 @@ def test_grids_that_divide_it() -> None:
 def test_what_it_does_not_have_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(folder, **settings)
+
+
+def test_a_layer_that_drafts_has_no_entries(tmp_path: Path) -> None:
+    folder = PlainV4.write("deepseek-v4", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mtp.0.attn.compressor.ape"] = torch.zeros(4, 48)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="its MTP layer attends to entries"):
+        make_engine(folder, speculation="mtp")

@@ -35,6 +35,9 @@ from penstock.errors import CheckpointError, ConfigError
 from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.quantization.layouts import write as write_layout
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.plain_mtp import PlainGlm5Next
 from tests.engine.tiny import COMMON, FAMILIES, Reference, write_checkpoint
 
 FAMILY, SHARED = "glm5-next", "glm5-next-shared"
@@ -291,21 +294,26 @@ def write_as(folder: Path, source: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def test_names_of_published_files(folder: Path, tmp_path: Path) -> None:
-    """Beside what sees, and the layer for multi-token prediction behind the last one."""
-    tensors = load_file(folder / "model.safetensors")
+def test_names_of_published_files(tmp_path: Path) -> None:
+    """Beside what sees, and with the layer for multi-token prediction behind the last one, which drafts."""
+    target = PlainGlm5Next.write("glm5-next", tmp_path)
+    tensors = load_file(target / "model.safetensors")
     assert {
         "model.layers.0.hc_attn_fn", "model.layers.0.self_attn.f_a_proj.weight", "model.layers.0.self_attn.A_log",
         "model.layers.0.self_attn.k_conv1d.weight", "model.layers.1.mlp.experts.7.down_proj.weight",
     } <= tensors.keys()  # fmt: skip
     prefixed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     prefixed["model.visual.patch_embed.proj.weight"] = torch.zeros(8, 8)
-    prefixed["model.language_model.layers.5.eh_proj.weight"] = torch.zeros(8, 8)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((target / "config.json").read_text())
     save_file(prefixed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm5_next", "text_config": config}))
-    expected = generate(make_engine(folder), greedy("a", PROMPT, 8))
-    assert generate(make_engine(tmp_path), greedy("a", PROMPT, 8)) == expected
+    expected = generate(make_engine(target), greedy("a", PROMPT, 8))
+    engine, layer = eager_engine(tmp_path, speculation="mtp"), PlainGlm5Next(target)
+    drafts = noted_drafts(engine)
+    assert generate(engine, greedy("a", PROMPT, 8)) == expected
+    assert len(drafts) > 2
+    for tokens, draft in drafts:
+        assert layer.scores(tokens, draft).argmax(-1).tolist() == draft
 
 
 def test_a_checkpoint_without_gates_of_pools_is_incomplete(folder: Path, tmp_path: Path) -> None:

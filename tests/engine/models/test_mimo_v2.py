@@ -21,6 +21,9 @@ from penstock.errors import CheckpointError
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.models.test_transformers_handover import check
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.plain_mtp import PlainMimo
 from tests.engine.tiny import Reference, write_checkpoint
 
 PROMPT = [29 * i % 199 for i in range(70)]
@@ -128,13 +131,13 @@ def in_fp8(folder: Path) -> None:
     """As published: tiles of matrices, which the edges of these may cut, without the output matrices of attention; and
     layers for multi-token prediction."""
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight") and not name.endswith("o_proj.weight")]:
+    dense = ("o_proj.weight", "eh_proj.weight")
+    for name in [name for name in tensors if name.endswith("_proj.weight") and not name.endswith(dense)]:
         weight = tensors[name]
         rows, columns = (torch.arange(size) // TILE for size in weight.shape)
         scale = torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1) * 0.002 + 0.001
         tensors[name] = (weight / scale[rows][:, columns]).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = scale
-    tensors["model.mtp.layers.0.eh_proj.weight"] = torch.ones(64, 128)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
@@ -145,11 +148,12 @@ def in_fp8(folder: Path) -> None:
 
 
 def test_fp8_tiles_as_published(tmp_path: Path) -> None:
-    folder = write_checkpoint("mimo-v2-flash", tmp_path / "fp8")
+    folder = PlainMimo.write("mimo-v2-flash", tmp_path / "fp8")
     in_fp8(folder)
-    engine: Any = make_engine(folder)
+    engine = eager_engine(folder, speculation="mtp")
+    drafts = noted_drafts(engine)
     got = generate(engine, greedy("a", PROMPT, 8))["a"]
-    dense = write_checkpoint("mimo-v2-flash", tmp_path / "dense")
+    dense = PlainMimo.write("mimo-v2-flash", tmp_path / "dense")
     names = load_file(dense / "model.safetensors").keys()
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in names if tensors[name].dtype == torch.float8_e4m3fn]:
@@ -158,6 +162,11 @@ def test_fp8_tiles_as_published(tmp_path: Path) -> None:
         tensors[name] = tensors[name].float() * scale[:rows, :columns]
     save_file({name: tensors[name] for name in names}, dense / "model.safetensors", metadata={"format": "pt"})
     assert Reference(dense).agrees(PROMPT, got, tie=2e-2)
+    layer = PlainMimo(dense)
+    for tokens, draft in drafts:
+        scores = layer.scores(tokens, draft)
+        assert bool((scores.amax(-1) - scores[range(len(draft)), draft] < 2e-2).all())
+    assert len(drafts) > 2
     with threaded_engine(folder, 2, 1) as ranks:  # the parts of keys begin inside of a tile
         assert Reference(dense).agrees(PROMPT, generate(ranks, greedy("a", PROMPT, 8))["a"], tie=2e-2)
 

@@ -182,3 +182,18 @@ def test_norms_of_the_indexer_are_not_replaced(tmp_path: Path) -> None:
 )
 def test_blocks_cross_between_grids(giving: Any, taking: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     check(write_checkpoint("minimax-m3", tmp_path), giving, taking, **settings)
+
+
+def test_a_layer_for_multi_token_prediction_is_not_run(tmp_path: Path) -> None:
+    """Those who run it do not agree on what it reads."""
+    folder = write_checkpoint("minimax-m3", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    at = "model.mtp.layers.0."
+    tensors |= {
+        f"{at}eh_proj.weight": torch.zeros(64, 128),
+        f"{at}transformer_layer.input_layernorm.weight": torch.zeros(64),
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="not established whether the MTP layer of minimax_m3_vl_text models reads"):
+        make_engine(folder, speculation="mtp")
+    assert make_engine(folder, speculation="auto").config.speculation == "ngram"

@@ -18,6 +18,7 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import verify_everything
 from tests.engine.speculative.heads import noted_drafts
 from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp
+from tests.engine.speculative.plain_mtp import PLAIN
 from tests.engine.tiny import write_checkpoint
 
 DATA: dict[str, Any] = {"expert_parallel": True, "attention_parallel": "data", "expert_rebalance_s": 0.0}
@@ -151,3 +152,15 @@ def test_what_a_drafter_reads_comes_along(tmp_path: Path, giving: Grid, taking: 
     reference = PlainMtp(folder)
     right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts[0]]
     assert len(right) > 10 and all(right), right
+
+
+@slow
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize(("giving", "taking"), [(BY_SEQUENCES, BY_SEQUENCES), (STAGES, ONE), (ONE, STAGES)])
+def test_of_layers_that_no_library_has_too(tmp_path: Path, family: str, giving: Grid, taking: Grid) -> None:
+    folder, drafts = PLAIN[family].write(family, tmp_path), []
+    check(folder, giving, taking, watch=lambda taker: drafts.append(noted_drafts(taker)), speculation="mtp")
+    layer = PLAIN[family](folder)
+    assert len(drafts[0]) > 8
+    for tokens, draft in drafts[0]:
+        assert layer.scores(tokens, draft).argmax(-1).tolist() == draft

@@ -83,6 +83,7 @@ class PlainMtp:
         offset = names[0] != "enorm" or self.model.config.model_type == "step3p5"
         self.norms = [tensors[f"{at}.{name}.weight"] + offset for name in names]
         self.eps = self.model.config.rms_norm_eps
+        self.before_norm = self.model.config.model_type == "step3p5"
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
@@ -90,13 +91,22 @@ class PlainMtp:
     @torch.no_grad()
     def draft(self, tokens: list[int], count: int) -> list[int]:
         embedding = self.model.get_input_embeddings().weight
-        features = self.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        features = states(self.model.model, before_norm=self.before_norm, input_ids=torch.tensor([tokens[:-1]]))[1]
         entries, drafts = tokens[1:], []
         while True:
             parts = self.norm(embedding[entries], self.norms[0]), self.norm(features, self.norms[1])
             stream = torch.cat(parts, -1) @ self.combine.T
-            out = self.layer.model(inputs_embeds=stream[None], use_cache=False).last_hidden_state[0]
+            out, kept = states(self.layer.model, before_norm=self.before_norm, inputs_embeds=stream[None])
             drafts.append(int(self.model.lm_head(out[-1]).argmax()))
             if len(drafts) == count:
                 return drafts
-            entries, features = [*entries, drafts[-1]], torch.cat((features, out[-1:]))
+            entries, features = [*entries, drafts[-1]], torch.cat((features, kept[-1:]))
+
+
+def states(model: Any, *, before_norm: bool, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Final hidden states of a decoder, and what is read of them: the same, or what its last norm was given."""
+    given: list[Tensor] = []
+    hook = model.norm.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    out: Tensor = model(**inputs, use_cache=False).last_hidden_state[0]
+    hook.remove()
+    return out, given[-1][0] if before_norm else out

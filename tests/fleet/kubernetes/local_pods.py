@@ -6,6 +6,7 @@ variables are replaced by these, and nothing else is. What a kubelet does with p
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -63,6 +64,9 @@ class Pod:
                 if value is None:
                     assert source["secretKeyRef"].get("optional"), f"the Secret lacks {entry['name']}"
                     continue
+            elif "resourceFieldRef" in source:
+                kind, _, resource = source["resourceFieldRef"]["resource"].partition(".")
+                value = str(math.ceil(float(container["resources"][kind][resource])))
             elif "fieldRef" in source:
                 value = fields.get(source["fieldRef"]["fieldPath"], "")
             else:

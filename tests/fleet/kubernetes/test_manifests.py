@@ -53,7 +53,7 @@ def test_a_grid_of_eight_gpus_asks_for_eight() -> None:
     pod = found(deployed, "StatefulSet", "penstock-llama-70b")["spec"]["template"]["spec"]
     (engine,) = pod["containers"]
     assert engine["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert engine["image"].endswith("-cuda")
+    assert engine["image"].endswith("-cuda") and "PENSTOCK_CORES" not in environment(engine)
     assert [one["args"] for one in pod["initContainers"]] == [
         ["pull", "hf:meta-llama/Llama-3.3-70B-Instruct"],
         ["pull", "hf:meta-llama/Llama-3.1-8B-Instruct"],
@@ -142,6 +142,8 @@ def test_pools_are_stateful_sets_of_their_own(rich: Deployment, tmp_path: Path) 
         assert group["replicas"] == replicas and engine["args"][-2:] == ["--pool", pool]
         asked = {"cpu": "2.5", "memory": str(3 * 2**30), "example.com/nvme": "1"}
         assert engine["resources"]["requests"] == asked, "models[N].resources"
+        threads = {"resourceFieldRef": {"resource": "requests.cpu"}}
+        assert environment(engine)["PENSTOCK_CORES"] == threads, "no more threads than were asked for"
     fixed = replace(PLAIN, registry="dns", scaler="none")
     gateway = found(deployment(RICH, tmp_path, fixed), "Deployment", "penstock-gateway")
     arguments = gateway["spec"]["template"]["spec"]["containers"][0]["args"]

@@ -45,13 +45,13 @@ class Receiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.got.append(({**self.headers, "path": self.path}, body))  # before its sender goes on
                 status = receiver.statuses.pop(0) if receiver.statuses else 200
                 self.send_response(status)
                 if status == 302:
                     self.send_header("location", f"{receiver.url}/elsewhere")
                 self.send_header("content-length", "0")
                 self.end_headers()
-                receiver.got.append(({**self.headers, "path": self.path}, body))
 
             def log_message(self, *_: Any) -> None: ...
 

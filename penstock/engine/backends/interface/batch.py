@@ -141,6 +141,13 @@ class AttentionBatch:
     share: StepShare | None = None
     """Where these are the tokens of one shard only, and others have other tokens of the step."""
 
+    @property
+    def owners(self) -> Tensor:
+        """int64 [T]: index of the sequence of every packed token."""
+        index = torch.arange(len(self.positions), dtype=torch.int32, device=self.query_starts.device)
+        found = torch.searchsorted(self.query_starts[1:], index, right=True)
+        return found.clamp(max=len(self.rows) - 1)
+
     @classmethod
     def of_one(cls, tokens: int, block_size: int, device: torch.device) -> AttentionBatch:
         """One sequence from its start, in the blocks from 1 on."""

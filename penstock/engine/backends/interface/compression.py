@@ -113,3 +113,16 @@ class CompressionOps(Protocol):
         `sinks`: see `Ops.attention`. Of entries with equal scores the earlier one counts more.
         """
         ...
+
+    def paged_window_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        layout: CompressionLayout,
+        sinks: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+    ) -> Tensor:
+        """The same of a layer without entries whose keys lie in blocks: `rows` [num_blocks, block_size, head_dim]."""
+        ...

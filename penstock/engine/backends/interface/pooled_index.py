@@ -43,6 +43,11 @@ class PooledIndexOps(Protocol):
         """Store the keys of the pools that the new tokens complete in `pools`, and what is known of the others."""
         ...
 
+    def store_paged_pools(self, inputs: PoolInputs, batch: AttentionBatch, pools: Entries, rows: Tensor) -> None:
+        """The same where what pools are made of lies in blocks: `rows` [num_blocks, block_size, 2 * dim], values and
+        gates of every token."""
+        ...
+
     def choose_pools(
         self,
         queries: Tensor,

@@ -20,17 +20,15 @@ from penstock.engine.backends.interface import (
 )
 from penstock.engine.backends.reference.indexer import best_of
 from penstock.engine.backends.reference.latent import gather, store
+from penstock.engine.backends.reference.paged_window import PlainPagedWindow, Seen, attend, queries_of
 from penstock.engine.backends.reference.pooling import entry_slots, finished, pool_run, pool_singles, rotate_last
 from penstock.engine.backends.reference.segments import Segment, Singles, waves_of
 
 _BYTES = 64 << 20
 """Of what is made at a time for queries, at most."""
 
-Seen = tuple[Tensor, Tensor]
-"""Keys [n, dim], or [P, n, dim] where each query has its own, and which of them a query sees: bool [P, n]."""
 
-
-class PlainCompression:
+class PlainCompression(PlainPagedWindow):
     """See `CompressionOps`."""
 
     batch_invariant: bool
@@ -48,8 +46,7 @@ class PlainCompression:
         index: EntryIndex | None,
     ) -> Tensor:
         table = cos_sin[batch.positions]
-        heads = q.view(-1, layout.heads, layout.head_dim)
-        queries = rotate_last(F.rms_norm(heads.float(), (layout.head_dim,), eps=layout.eps), table.unsqueeze(1))
+        queries = queries_of(q, layout, table)
         if index is not None:
             turned = rotate_last(index.queries.view(len(q), index.heads, -1), table.unsqueeze(1))
             index = index._replace(queries=turned)
@@ -197,20 +194,8 @@ class _Layer:
         return torch.where(there, slots, 0)
 
     def _attend(self, q: Tensor, seen: list[Seen]) -> Tensor:
-        """[P, heads, head_dim] in float32."""
-        scores = [
-            (torch.matmul(q, keys.float().transpose(-1, -2)) * self.layout.scale).masked_fill(
-                ~there.unsqueeze(1), float("-inf")
-            )
-            for keys, there in seen
-        ]
-        sinks = self.sinks.view(1, -1, 1).expand(len(q), -1, 1)
-        weights, end = torch.cat((*scores, sinks), -1).softmax(-1), 0
-        out = torch.zeros_like(q)
-        for keys, there in seen:
-            begin, end = end, end + there.shape[-1]
-            out += torch.matmul(weights[..., begin:end], keys.float())
-        return out
+        """See `attend`."""
+        return attend(q, seen, self.sinks, self.layout.scale)
 
 
 def _rows(entries: Entries, slots: Tensor, dtype: torch.dtype) -> Tensor:

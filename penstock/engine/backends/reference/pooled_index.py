@@ -55,6 +55,19 @@ class PlainPooledIndexing:
                 which = torch.arange(first, first + len(made), device=rows.device)
                 rows[entry_slots(batch.block_tables[run.row], which, rate, pools)] = made.to(rows.dtype)
 
+    def store_paged_pools(self, inputs: PoolInputs, batch: AttentionBatch, pools: Entries, rows: Tensor) -> None:
+        (rate, dim), size = inputs.bias.shape, rows.shape[1]
+        kept = rows.view(-1, 2 * dim)
+        kept[batch.slots] = torch.cat((inputs.values, inputs.gates), 1).to(kept.dtype)
+        done = (batch.positions + 1) % rate == 0
+        last = batch.positions[done].unsqueeze(1)
+        tables = batch.block_tables[batch.rows[batch.owners[done]].long()]
+        at = last + torch.arange(1 - rate, 1, device=rows.device)
+        values, gates = kept[tables.gather(1, at // size).long() * size + at % size].float().chunk(2, -1)
+        made = ((gates + inputs.bias).softmax(1) * values).sum(1)
+        slots = entry_slots(tables, last // rate, rate, pools).flatten()
+        pools.rows.view(-1, dim)[slots] = made.to(pools.rows.dtype)
+
     def choose_pools(
         self,
         queries: Tensor,

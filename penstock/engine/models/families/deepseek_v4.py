@@ -3,7 +3,8 @@ and experts of which the first layers choose by a token's id.
 
 Layers are of three kinds: with the window alone; with entries of few tokens, among which an indexer chooses; with
 entries of many, all of which are attended to. Layers with entries have rotary embeddings of their own. The layers for
-multi-token prediction (`mtp.*`) are no part of the decoder.
+multi-token prediction (`mtp.*`), which have the window alone, are no part of the decoder: `speculative.mtp` reads the
+first.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
         "head_dim": dim,
         "local_rope": main,
         "moe": _experts(raw, ffn),
+        "mtp_before_norm": True,
         "num_kv_heads": 1,
         "rope": compress,
         "streams": StreamsConfig(integer(raw, "hc_mult"), integer(raw, "hc_sinkhorn_iters"), number(raw, "hc_eps")),

@@ -9,20 +9,23 @@ _EVERYWHERE = {
     "wgate": "gate_proj", "wo_a": "o_a_proj", "wo_b": "o_b_proj", "q_norm": "q_a_norm", "attn_sink": "sinks",
     "ape": "position_bias", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
 }  # fmt: skip
+_HEAD = "hc_head_"
 _PREDICTS = "mtp"
 """What the names of layers for multi-token prediction begin with."""
 
 
 def own_name(name: str) -> str:
     parts = name.split(".")
-    if parts[0] == _PREDICTS or name.startswith("lm_head."):
+    if name.startswith("lm_head."):
         return name
+    if parts[0] == _PREDICTS and len(parts) > 2:
+        return ".".join(parts[:2] + _that_predicts(parts[2:]))
     if name == "head.weight":
         return "lm_head.weight"
     if parts[0] == "model":
         del parts[0]
-    if parts[0].startswith("hc_head_"):
-        parts = ["hc_head", parts[0].removeprefix("hc_head_")]
+    if parts[0].startswith(_HEAD):
+        parts = ["hc_head", parts[0].removeprefix(_HEAD)]
     if parts[0] == "hc_head":
         parts[-1] = f"hc_{parts[-1].removeprefix('hc_')}"
     elif parts[0] == "layers":
@@ -30,6 +33,15 @@ def own_name(name: str) -> str:
     else:
         parts = [_EVERYWHERE.get(part, part) for part in parts]
     return ".".join(["model", *parts])
+
+
+def _that_predicts(parts: list[str]) -> list[str]:
+    """In a layer for multi-token prediction, which has a head of its own before its last norm."""
+    if parts[0].startswith(_HEAD):
+        return ["hc_head", f"hc_{parts[0].removeprefix(_HEAD)}"]
+    if parts[0] in ("e_proj", "h_proj") and parts[-1] == "scale":
+        return [parts[0], "weight_scale_inv"]
+    return _in_layer(parts)
 
 
 def _in_layer(parts: list[str]) -> list[str]:

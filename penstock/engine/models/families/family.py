@@ -103,6 +103,7 @@ class ConfigFields(TypedDict, total=False):
     mlp_bias: bool
     mlp_scales: tuple[float, float]
     mtp_like: int | None
+    mtp_before_norm: bool
     max_positions: int
     moe: MoeConfig | None
     num_heads: int
@@ -316,6 +317,8 @@ class Family:
     """What a tensor is called here, for checkpoints that name it otherwise than `names`."""
     architecture: Callable[[], Architecture] | None = None
     """Layers and forward pass, imported when a model is built; None: those of `models.llama`."""
+    drafting: Callable[[], Architecture] | None = None
+    """The same of a layer for multi-token prediction with a single residual stream, where the decoder has several."""
 
     @property
     def activation(self) -> Activation:

@@ -2,8 +2,9 @@
 layers; in the others attention over latents without rotary embedding, to tokens that an indexer chooses in pools; both
 among several residual streams; experts by corrected sigmoids, whose gates have a limit.
 
-Layers share what an indexer chose only with the layer right before them, as in the reference. Layers for multi-token
-prediction, which stand behind the last one, are no part of the decoder.
+Layers share what an indexer chose only with the layer right before them, as in the reference. The layer for multi-token
+prediction behind the last one is no part of the decoder: it has attention, an indexer and experts around a single
+residual stream, and `speculative.mtp` reads it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ def _architecture() -> Architecture:
     from penstock.engine.models.glm5_next import GLM5_NEXT_LIKE
 
     return GLM5_NEXT_LIKE
+
+
+def _drafting() -> Architecture:
+    from penstock.engine.models.glm5_next import GLM5_NEXT_DRAFTING
+
+    return GLM5_NEXT_DRAFTING
 
 
 def _own_name(name: str) -> str:
@@ -187,4 +194,5 @@ GLM5_NEXT = Family(
     names=replace(SPARSE_NAMES, expert_stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
     own_name=_own_name,
     architecture=_architecture,
+    drafting=_drafting,
 )  # fmt: skip

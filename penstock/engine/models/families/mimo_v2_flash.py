@@ -3,7 +3,8 @@ keys, a third of each head rotated, and DeepSeek V3's experts without a shared o
 
 Published files have a key for each of these; the reference reads few of them and takes for granted what the published
 model has. So those keys are held to what the reference computes. The layers for multi-token prediction of published
-checkpoints (`model.mtp`) are not read: the reference says nothing of them.
+checkpoints (`model.mtp.layers`), of which the reference says nothing, are no part of the decoder: dense layers with a
+window, the first of which `speculative.mtp` reads.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from penstock.engine.models.families.sigmoid_experts import (
     require_sigmoid,
     sparse_by_type,
 )
+from penstock.engine.models.families.tensor_names import LLAMA_NAMES
 from penstock.engine.models.rope import RopeConfig, read_rope
 from penstock.errors import CheckpointError
 
@@ -58,6 +60,8 @@ _PUBLISHED = frozenset({
 _VALUE_SCALE = "attention.value_scale"
 """A key of GGUF files."""
 _STORED_SINKS, _SINKS = "self_attn.attention_sink_bias", "self_attn.sinks"
+_DRAFTING_NORM = "pre_mlp_layernorm"
+"""The norm before the feed-forward, in layers for multi-token prediction."""
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -77,6 +81,9 @@ def _fields(raw: HFConfig) -> ConfigFields:
         "qkv_bias": flag(raw, "attention_bias"),
         "windows": windows,
         "layer_heads": tuple((kv_heads if window is None else windowed, dim) for window in windows),
+        # Heads, window and rotary embedding of the layers for multi-token prediction.
+        "mtp_like": next((index for index, window in enumerate(windows) if window is not None), None),
+        "mtp_before_norm": True,
         "value_dim": value if value < dim else 0,
         "value_scale": scale,
         "attention_sinks": any(windows),
@@ -194,14 +201,15 @@ def _kv_heads(keys: GGUFKeys, config: HFConfig, local: tuple[bool, ...]) -> int:
 
 
 def _fused_rows(config: HFConfig, layer: int) -> tuple[int, ...]:
-    windowed = config["layer_types"][layer] == _SLIDING
+    # Layers for multi-token prediction, behind the others, have a window.
+    windowed = layer >= len(config["layer_types"]) or config["layer_types"][layer] == _SLIDING
     kv_heads = config["num_key_value_heads"] * (_MORE_KV_HEADS if windowed else 1)
     dim = config["head_dim"]
     return config["num_attention_heads"] * dim, kv_heads * dim, kv_heads * config["v_head_dim"]
 
 
 def _own_name(name: str) -> str:
-    return name.replace(_STORED_SINKS, _SINKS)
+    return name.replace(_STORED_SINKS, _SINKS).replace(_DRAFTING_NORM, LLAMA_NAMES.feed_forward_norm)
 
 
 MIMO_V2_FLASH = Family(

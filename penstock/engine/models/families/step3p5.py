@@ -74,6 +74,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
         "attention_scale": scale**-0.5,
         "windows": windows,
         "mtp_like": _drafting(raw, windows),
+        "mtp_before_norm": True,
         "rope": full,
         "local_rope": local,
         "bounds": _bounds(raw, "swiglu_limits_shared"),

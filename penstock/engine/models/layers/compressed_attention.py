@@ -22,7 +22,7 @@ from penstock.engine.backends.interface import (
     PoolInputs,
     PoolState,
 )
-from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, StateTensors
+from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, PagedLatent, PagedLatentCache, StateTensors
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -124,9 +124,7 @@ class CompressedAttention:
         return kept_kind(layout.window, layout.head_dim, layout.rate, index_dim, block_size, dtype, made)
 
     def forward(self, x: Any, batch: AttentionBatch, cache: Any) -> Tensor:
-        made, rank = self.inputs(x), self.query_norm.shape[0]
-        narrow = self.ops.rms_norm(made[:, :rank], self.query_norm, self.layout.eps)
-        keys = self.ops.rms_norm(made[:, rank:], self.key_norm, self.layout.eps)
+        narrow, keys = self._projected(x)
         seen = self.ops.compressed_attention(
             self.query_up(narrow),
             keys,
@@ -138,6 +136,15 @@ class CompressedAttention:
             None if self.pool is None else self.pool(x),
             None if self.indexer is None else self.indexer(x, narrow),
         )
+        return self._out(seen)
+
+    def _projected(self, x: Any) -> tuple[Tensor, Tensor]:
+        """The narrow vector, and keys; both normalized."""
+        made, rank = self.inputs(x), self.query_norm.shape[0]
+        narrow = self.ops.rms_norm(made[:, :rank], self.query_norm, self.layout.eps)
+        return narrow, self.ops.rms_norm(made[:, rank:], self.key_norm, self.layout.eps)
+
+    def _out(self, seen: Tensor) -> Tensor:
         runs = [seen[at : at + 1] for at in range(len(seen))] if self.ops.batch_invariant else [seen]
         return self.output(torch.cat([self._down(run) for run in runs]))
 
@@ -156,3 +163,19 @@ class CompressedAttention:
         pool = self.pool.state(rest)
         index = None if self.indexer is None else self.indexer.pool.state(rest)
         return CompressionCache(window, entries, pool, keys, index)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWindowAttention(CompressedAttention):
+    """The same with the window alone, whose keys lie in blocks."""
+
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> CacheKind:
+        return PagedLatent(self.layout.head_dim, block_size, self.key_norm.dtype)
+
+    def forward(self, x: Any, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
+        narrow, keys = self._projected(x)
+        return self._out(
+            self.ops.paged_window_attention(
+                self.query_up(narrow), keys, self.layout, self.sinks, self.cos_sin, batch, cache.latents
+            )
+        )

@@ -24,7 +24,7 @@ from penstock.engine.backends.interface import (
     PoolInputs,
     PoolState,
 )
-from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, PagedRows, StateTensors
+from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedEntries, PagedLatent, PagedRows, StateTensors
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -101,8 +101,12 @@ class PooledIndexer(Indexer):
 
     def store(self, x: Tensor, batch: AttentionBatch, cache: Any) -> None:
         pools, (running,) = cache
+        self.ops.store_pools(self.inputs(x), batch, pools, PoolState(running, None))
+
+    def inputs(self, x: Tensor) -> PoolInputs:
+        """What pools are made of."""
         keys = F.layer_norm(self.keys(x), (self.layout.dim,), self.norm.weight, self.norm.bias, self.norm.eps)
-        self.ops.store_pools(PoolInputs(keys, self.gates(x), self.bias), batch, pools, PoolState(running, None))
+        return PoolInputs(keys, self.gates(x), self.bias)
 
     def choose(
         self, x: Tensor, narrow: Tensor, batch: AttentionBatch, cache: Any, block_size: int, *, every: bool
@@ -110,3 +114,16 @@ class PooledIndexer(Indexer):
         rate, layout = len(self.bias), self.layout
         pooled = PooledIndexLayout(layout.heads, layout.dim, rate, layout.most // rate)
         return self.ops.choose_pools(self.queries(narrow), self.head_weights(x), pooled, batch, cache[0], every=every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedPoolIndexer(PooledIndexer):
+    """The same without a state: what pools are made of is kept of every token."""
+
+    def cache_kind(self, block_size: int, made: torch.dtype) -> CacheKind:
+        rate, dim = self.bias.shape
+        return BothKinds(PagedEntries(dim, rate, block_size, made), PagedLatent(2 * dim, block_size, torch.float32))
+
+    def store(self, x: Tensor, batch: AttentionBatch, cache: Any) -> None:
+        pools, kept = cache
+        self.ops.store_paged_pools(self.inputs(x), batch, pools, kept.latents)

@@ -12,7 +12,6 @@ counters are written by kernels of the step: they are read behind the wait, or a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.machine import usable_cores
 
 FP8_MAX = tl.constexpr(448.0)
 """Largest finite float8_e4m3fn."""
@@ -179,7 +180,7 @@ class _Builders(ThreadPoolExecutor):
     """Build kernels as long as they are wanted."""
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
-        super().__init__(os.cpu_count())
+        super().__init__(usable_cores())
         self._wanted = wanted
 
     def submit(self, build: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
