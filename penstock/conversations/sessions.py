@@ -77,6 +77,8 @@ class Sessions:
         self._queues: dict[tuple[Owner, str], _Queue] = {}
         self._held: dict[str, HeldConversation] = {}
         self._holding = asyncio.Event()
+        self._doubtful: dict[str, tuple[Owner, str, float]] = {}
+        """Leases that the store may hold for nobody, because its reply was lost, and when they have expired."""
         self._background: dict[tuple[Owner, str], asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
 
@@ -148,7 +150,8 @@ class Sessions:
     async def _begin(self, owner: Owner, id: str, deadline: float) -> HeldConversation:
         lease, pause = uuid.uuid4().hex, _FIRST_LOOK_S
         loop = asyncio.get_running_loop()
-        while (stored := await self.store.begin(owner, id, lease, self._lease_s)) is None:
+        while (stored := await self._lease(owner, id, lease)) is None:
+            await self._release_doubtful(owner, id)
             if loop.time() + pause > deadline:
                 raise SessionBusy("another turn of this conversation is being answered")
             await asyncio.sleep(pause)
@@ -163,6 +166,25 @@ class Sessions:
         self._holding.set()
         return held
 
+    async def _lease(self, owner: Owner, id: str, lease: str) -> StoredConversation | None:
+        try:
+            return await self.store.begin(owner, id, lease, self._lease_s)
+        except BaseException:
+            self._doubt(owner, id, lease)
+            raise
+
+    def _doubt(self, owner: Owner, id: str, lease: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._doubtful = {known: about for known, about in self._doubtful.items() if about[2] > now}
+        # A command may still be on its way to a store that does not answer.
+        self._doubtful[lease] = (owner, id, now + 2 * self._lease_s)
+
+    async def _release_doubtful(self, owner: Owner, id: str) -> None:
+        """Release the leases of a conversation that may be held for nobody."""
+        for lease, about in list(self._doubtful.items()):
+            if about[:2] == (owner, id):
+                await self.store.release(owner, id, lease)
+
     async def _end(self, held: HeldConversation) -> None:
         if self._held.get(held.lease) is not held:
             return
@@ -170,6 +192,7 @@ class Sessions:
         try:
             await self.store.release(held.owner, held.id, held.lease)
         except DatabaseError as error:
+            self._doubt(held.owner, held.id, held.lease)
             log.warning("conversation lease could not be released; it will expire", extra={"why": str(error)})
 
     def _forget(self, held: HeldConversation) -> None:

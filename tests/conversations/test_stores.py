@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -206,6 +207,32 @@ async def test_a_turn_that_fails_leaves_no_trace(make: Make) -> None:
     assert await sessions.get(ANN, "s") is None and await sessions.store.list(ANN, 10) == []
     async with sessions.turn(ANN, "s") as held:
         assert held.conversation == Conversation()
+    await sessions.close()
+
+
+@pytest.mark.parametrize("lost", ["begin", "release"])
+async def test_a_lease_whose_reply_was_lost_blocks_nobody(
+    make: Make, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """A store that hangs may do later what its caller has given up."""
+    store = await make()
+    sessions = Sessions(store, wait_s=5.0, most_bytes=10_000, lease_s=600.0)
+    real = getattr(store, lost)
+
+    async def hangs(*arguments: Any) -> None:
+        if lost == "begin":
+            await real(*arguments)
+        raise DatabaseError("no reply")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, lost, hangs)
+        with pytest.raises(DatabaseError) if lost == "begin" else contextlib.nullcontext():
+            async with sessions.turn(ANN, "s"):
+                pass
+    async with sessions.turn(ANN, "s"):
+        with pytest.raises(SessionBusy):
+            async with Sessions(store, wait_s=0.1, most_bytes=10_000).turn(ANN, "s"):
+                pass
     await sessions.close()
 
 

@@ -72,6 +72,26 @@ class ChunkUsage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | None = None
 
 
+MOST_TOKENS = 2**31 - 1
+
+
+def plausible(usage: ChunkUsage) -> ChunkUsage:
+    """A usage that can be charged, whatever a server says: nothing is negative or without bound, no part larger than
+    the whole."""
+    prompt, completion = bounded(usage.prompt_tokens), bounded(usage.completion_tokens)
+    cached, thought = usage.prompt_tokens_details, usage.completion_tokens_details
+    return ChunkUsage(
+        prompt,
+        completion,
+        None if cached is None else PromptDetails(bounded(cached.cached_tokens or 0, prompt)),
+        None if thought is None else CompletionDetails(bounded(thought.reasoning_tokens or 0, completion)),
+    )
+
+
+def bounded(tokens: int, most: int = MOST_TOKENS) -> int:
+    return min(max(tokens, 0), most)
+
+
 class Chunk(msgspec.Struct):
     """One event of a stream; only the fields used here."""
 

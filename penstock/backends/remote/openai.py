@@ -20,6 +20,7 @@ from penstock.backends.remote.chunk import (
     EmbeddingBatch,
     RerankScores,
     TokenOdds,
+    bounded,
 )
 from penstock.backends.remote.dialect import Call, Dialect, Reader, encode, json_object, vectors
 from penstock.backends.remote.failure import failed_stream, garbage
@@ -235,7 +236,7 @@ class OpenAI(Dialect):
         except msgspec.ValidationError as error:
             raise EngineUnavailable("The remote server of this model sent invalid vectors; try again.") from error
         rows = [row.embedding for row in sorted(reply.data, key=lambda row: row.index)]
-        return EmbeddingBatch(vectors(rows), 0 if reply.usage is None else reply.usage.prompt_tokens)
+        return EmbeddingBatch(vectors(rows), 0 if reply.usage is None else bounded(reply.usage.prompt_tokens))
 
     def rerank_call(self, query: str, documents: Sequence[str]) -> Call:
         """As Cohere, Jina, vLLM and this project have it; it is no part of OpenAI's own API."""
@@ -251,7 +252,7 @@ class OpenAI(Dialect):
         if len(found) != documents or min(found, default=0) < 0 or max(found, default=-1) != documents - 1:
             raise EngineUnavailable("The remote server of this model sent too few scores; try again.")
         used = 0 if reply.usage is None else reply.usage.prompt_tokens or reply.usage.total_tokens
-        return RerankScores([found[index] for index in range(documents)], used)
+        return RerankScores([found[index] for index in range(documents)], bounded(used))
 
     def health_call(self) -> Call:
         return Call(f"{self.base}/models")

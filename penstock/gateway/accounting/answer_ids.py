@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 
 from penstock.gateway.accounting.batch_line import batch_line
-from penstock.gateway.app.exchange import Exchange, new_id
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.http.request_id import new_id
 
 
 class AnswerIds:

@@ -158,7 +158,8 @@ class Quotas:
             except ContextLengthExceeded as error:
                 if limits := self._text_limits(exchange, model):
                     refused = Amounts(1, error.prompt_tokens, 0)
-                    await self._store.reserve(id := uuid.uuid4().hex, limits, refused)
+                    decision = await self._store.reserve(id := uuid.uuid4().hex, limits, refused)
+                    exchange.extra_headers += _headers(decision, exchange.dialect)
                     await self._store.settle(id, limits, refused, refused)
                 raise
             return
@@ -168,7 +169,7 @@ class Quotas:
             return
         id, reserved, used = uuid.uuid4().hex, Amounts(1, 1, 1), Amounts(0, 0, 0)
         decision = await self._store.reserve(id, limits, reserved)
-        if only:
+        if only or decision.refusal is not None:
             exchange.extra_headers += _headers(decision, exchange.dialect)
         if decision.refusal is not None:
             raise _refused(decision, reserved)
@@ -178,6 +179,8 @@ class Quotas:
                 used = Amounts(1, work.tokens, 0)
         except InvalidRequest as error:
             used = Amounts(1, error.prompt_tokens if isinstance(error, ContextLengthExceeded) else work.tokens, 0)
+            if not only:
+                exchange.extra_headers += _headers(decision, exchange.dialect)
             raise
         except asyncio.CancelledError:
             used = Amounts(1, work.tokens, 0)

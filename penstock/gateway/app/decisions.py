@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.gateway.app.exchange import Exchange, new_id
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.http.request_id import new_id
 from penstock.metering.audit import MOST_NAME, AuditEntry
 from penstock.metering.log_entries import clean
 

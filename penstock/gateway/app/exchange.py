@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import os
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,6 +21,7 @@ from penstock.gateway.app.dialects import OPENAI, Dialect
 from penstock.gateway.app.encodings import inflater
 from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
+from penstock.gateway.http.request_id import request_id
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.metering.audit import Outcome
@@ -40,20 +39,16 @@ IGNORED = b"x-penstock-ignored"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DISCARD_LIMIT = 64 * 2**20
 """How much of a body that is too large is read and discarded before the connection is closed."""
+DISCARD_S = 1.0
+"""How long to wait for more of a body that is announced as too large."""
 UPLOAD_IN_MEMORY = 2**20
 """Bytes of an upload that stay in memory while it arrives."""
 SLOWEST_UPLOAD = 64 * 1024
 """Bytes a second with which an upload must arrive after its first `receive_s`."""
 MOST_DECISIONS = 128
 """Decisions of data rules that are noted for one request; a tool loop could go on for long."""
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
-
-
-def new_id() -> str:
-    """A unique id. It begins with the time, so that the ledger's indexes grow at their end."""
-    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
 
 
 class ClientDisconnected(PenstockError):
@@ -123,7 +118,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.route = self.path
         self.started_at = time.monotonic()
-        self.request_id = self._choose_request_id()
+        self.request_id = request_id(self.header(b"x-request-id"))
         self.status: int | None = None
         self.body_read = False
         self.body_size = 0
@@ -236,9 +231,8 @@ class Exchange:
             ) from None
 
     async def _read_body(self, limit: int) -> bytes:
-        if b"expect" in self._given:
-            self._refuse_announced(limit)
-        message = await self._receive()
+        self._refuse_announced(limit)
+        message = await self._next_part(limit, self._receive())
         body: bytes = message.get("body", b"")
         size = len(body)
         # `more_body` becomes false only with another message; the announced length tells at once.
@@ -268,7 +262,7 @@ class Exchange:
         size = decoded = 0
         while True:
             if message is None:
-                message = await receive(size, begun)
+                message = await self._next_part(limit, receive(size, begun))
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
             part: bytes = message.get("body", b"")
@@ -292,10 +286,23 @@ class Exchange:
             decoder.finish()
 
     def _refuse_announced(self, limit: int) -> None:
-        """A client that waits for `100 Continue` has not begun to send what is too large."""
+        """Refuse at once what is announced as too large, unless its client is sending it and would not see the reply
+        before the end: one that waits for `100 Continue` has not begun, and of more than `DISCARD_LIMIT` the end is
+        not read anyway."""
         announced = self._content_length()
-        if announced is not None and announced > limit and b"expect" in self._given:
+        most = limit if b"expect" in self._given else limit + DISCARD_LIMIT
+        if announced is not None and announced > most:
             raise PayloadTooLarge(limit=limit, size=announced)
+
+    async def _next_part(self, limit: int, wait: Awaitable[Message]) -> Message:
+        """The next part of a body. One that is announced as too large is refused as soon as its client stops."""
+        announced = self._content_length()
+        if announced is None or announced <= limit:
+            return await wait
+        try:
+            return await _within(min(DISCARD_S, self.receive_s), wait)
+        except TimeoutError:
+            raise PayloadTooLarge(limit=limit, size=announced) from None
 
     def _note_arrived(self, size: int) -> None:
         self.body_read = True
@@ -381,12 +388,6 @@ class Exchange:
             headers.append((b"connection", b"close"))  # the unread rest of the body would be taken for the next request
         return headers
 
-    def _choose_request_id(self) -> str:
-        given = self.header(b"x-request-id")
-        if given is not None and _REQUEST_ID.fullmatch(given):
-            return given.decode()
-        return f"req_{new_id()}"
-
 
 class StalledReader(ClientDisconnected):
     """The client keeps its connection open but has not read anything for too long."""
@@ -419,5 +420,14 @@ class _Rest:
         self._steps = steps
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        yield self._waiting_for
-        return (yield from self._steps)
+        waiting_for = self._waiting_for
+        try:
+            while True:
+                try:
+                    yield waiting_for
+                except BaseException as error:  # such as the end of a shorter timeout inside
+                    waiting_for = self._steps.throw(error)
+                else:
+                    return (yield from self._steps)
+        except StopIteration as ended:
+            return ended.value

@@ -61,7 +61,7 @@ class _Reader:
 
 
 def read_form(content_type: bytes, body: bytes) -> dict[str, Field]:
-    """The fields of a form by name; where a name is repeated, the last. Raises `InvalidRequest` if malformed."""
+    """The fields of a form by name. Raises `InvalidRequest` if it is malformed, or a name is repeated."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise InvalidRequest("A file is sent as a form: `content-type: multipart/form-data` with a boundary.")
@@ -82,4 +82,9 @@ def read_form(content_type: bytes, body: bytes) -> dict[str, Field]:
         parser.finalize()
     except FormParserError as error:  # also of the constructor: a long boundary
         raise InvalidRequest(f"The form cannot be read: {error}.") from None
-    return {field.name: field for field in reader.fields}
+    fields: dict[str, Field] = {}
+    for found in reader.fields:
+        if found.name in fields:
+            raise InvalidRequest(f"The form has `{found.name[:64]}` twice; send one.", param=found.name[:64])
+        fields[found.name] = found
+    return fields

@@ -13,7 +13,11 @@ from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.trial import Trial
+from penstock.protocol.errors import DataRuleForbids, EngineUnavailable, Overloaded, ServerError
 from penstock.routing.registry import AnsweringModel
+
+FAILURES = (EngineUnavailable, Overloaded, ServerError, DataRuleForbids)
+"""Errors after which another model is asked. A data rule: what was found for the request must not get to this one."""
 
 
 class Attempt:
@@ -58,6 +62,11 @@ class Attempt:
     def patient(self) -> bool:
         """Whether to wait for an engine that is away: nobody else can give this answer, or the rest of it."""
         return not self.has_fallback or self.committed or self.exchange.response_started
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another model may answer in its place, if this one fails now."""
+        return self.has_fallback and not self.committed and not self.exchange.response_started
 
     def hold(self, release: Callable[[], None] | None) -> None:
         """Call `release` when the attempt ends, or before the next step of its answer."""

@@ -84,6 +84,8 @@ class Generation(ABC):
     """The limit of this server that a choice which ended with `length` reached; empty: the request's own."""
     before: Usage | None = None
     """Of a resumed stream: what limits and metrics have counted already."""
+    superseded = False
+    """It failed before the client got any of it, and another model is asked: nobody pays for what it produced."""
 
     _observed: RequestMetrics
     """Metrics of the replica; set when the replica gets the request, which is before its first token."""
@@ -222,7 +224,7 @@ class Generation(ABC):
     @property
     def billable(self) -> bool:
         """Whether there is anything to pay for: a request that broke off before its first token is free."""
-        return self.completion_tokens > 0 or self.complete
+        return not self.superseded and (self.completion_tokens > 0 or self.complete)
 
     @property
     def outcome(self) -> str | None:

@@ -43,7 +43,7 @@ from penstock.gateway.generation.sampling import (
     stop_strings,
 )
 from penstock.gateway.generation.schemas import ChatRequest, TextFormat
-from penstock.gateway.generation.sources import PendingSources, SourceSearch
+from penstock.gateway.generation.sources import PendingSources, SourceSearch, source_check
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
@@ -201,7 +201,9 @@ class ChatGenerations(GenerationFactory):
             room = room_for_sources(window, len(bare), limit)
             with exchange.timeline.phase("retrieve"):
                 sources = found = await pending.result(
-                    lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
+                    lambda text: len(model.text.encode(text, special=False)),
+                    turn.source_room(room, window),
+                    source_check(self.content_filter.prompt, exchange),
                 )
             await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))

@@ -101,6 +101,7 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     if thought := thought_of(message):
         if message.role != "assistant":
             raise InvalidRequest("Only the assistant has thoughts.", param=f"{at}.reasoning_content")
+        _check_one_thought(message, at)
         flat["reasoning_content"] = thought
     return flat
 
@@ -110,9 +111,21 @@ def _says_otherwise(message: ChatMessage) -> bool:
     return bool(message.tool_calls or message.function_call or thought_of(message))
 
 
+THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+
 def thought_of(message: ChatMessage) -> str | None:
     """What the assistant thought before a message."""
     return message.reasoning_content or message.reasoning or message.thinking
+
+
+def _check_one_thought(message: ChatMessage, at: str) -> None:
+    """Clients send back what we answer, the same thought under several names; different ones cannot all be it."""
+    given = {name: thought for name in THOUGHT_NAMES if (thought := getattr(message, name))}
+    first, *others = given
+    for name in others:
+        if given[name] != given[first]:
+            raise InvalidRequest(f"`{at}.{first}` and `{at}.{name}` differ; send one of them.", param=f"{at}.{name}")
 
 
 def _text(content: str | list[dict[str, Any]], at: str) -> str:

@@ -87,6 +87,13 @@ class TextGuard(Protocol):
         """Text that may be shown now, and whether the rest is refused."""
 
 
+class EventGuard(Protocol):
+    """Filters the calls of one choice as they are generated."""
+
+    def filtered(self, events: list[Event]) -> tuple[list[Event], bool]:
+        """The events that may be shown, and whether the rest is refused."""
+
+
 class Choice:
     """The text side of one engine request."""
 
@@ -106,6 +113,7 @@ class Choice:
         "_stops",
         "_text",
         "_toolbox",
+        "call_guard",
         "citer",
         "completion_tokens",
         "decode_s",
@@ -185,6 +193,8 @@ class Choice:
         self.guard: TextGuard | None = None
         self.thought_guard: TextGuard | None = None
         """Filters thoughts by the same rules."""
+        self.call_guard: EventGuard | None = None
+        """Filters calls that are messages of their own; others are part of the text when `guard` sees it."""
         self.citer: Citer | None = None
         self.finished = False
         self.outcome: str | None = None
@@ -288,9 +298,11 @@ class Choice:
         """Function calls that are messages of their own."""
         if splitter.calls and piece.finish_reason == "stop" and piece.stop_reason is None:
             piece.finish_reason = "tool_calls"
-        if splitter.events and self._toolbox is not None:
-            self._report(splitter.events, piece)
+        events = [*self._begun, *splitter.events]
+        self._begun = []
         splitter.events.clear()
+        if events and self._toolbox is not None:
+            self._report(events, piece)
 
     def _report(self, events: Sequence[Event], piece: Piece) -> None:
         assert self._toolbox is not None
@@ -345,6 +357,10 @@ class Choice:
             if over and not isinstance(splitter, ChannelSplitter):
                 self.thought_guard = None
         piece.reasoning += thought
+        if self.call_guard is not None and isinstance(splitter, ChannelSplitter) and not blocked:
+            events, blocked = self.call_guard.filtered(splitter.events)
+            self._begun += events
+            splitter.events.clear()
         return answer, blocked
 
     def _detokenize(self, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> str:

@@ -20,6 +20,7 @@ from penstock.engine.request import Delta
 from penstock.gateway.accounting.admission import EngineDemand
 from penstock.gateway.app.exchange import ClientDisconnected
 from penstock.gateway.generation.base import Gate, Generation
+from penstock.gateway.generation.call_guard import CallGuard
 from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece, TextGuard
 from penstock.gateway.generation.replay import AnswerRecord, replayed
 from penstock.gateway.generation.resumption import claim, singly
@@ -115,7 +116,7 @@ class EngineGeneration(Generation):
                 param=param,
             )
         for choice in self.choices:
-            choice.guard = make()
+            choice.guard, choice.call_guard = make(), CallGuard(make)
             if self.spec.thoughts is not None:
                 choice.thought_guard = make()
 

@@ -19,7 +19,7 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.targets import time_left
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.attempt import FAILURES, Attempt
 from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
@@ -33,9 +33,7 @@ from penstock.protocol.errors import (
     EngineUnavailable,
     InvalidRequest,
     NotFound,
-    Overloaded,
     RequestTimeout,
-    ServerError,
 )
 from penstock.routing.registry import ModelRegistry
 from penstock.telemetry.metrics import Metrics
@@ -203,10 +201,9 @@ class FallbackChain:
             if attempt.trial is not None:
                 attempt.trial.answered(attempt.exchange)
             return None
-        except (EngineUnavailable, Overloaded, ServerError, DataRuleForbids) as error:
+        except FAILURES as error:
             if attempt.trial is not None:
                 attempt.trial.failed(attempt.exchange, error)
-            # A data rule: what was found for the request, or said in it, must not get to this model.
             if attempt.exchange.response_started or attempt.committed or run.alone:
                 raise
             return error

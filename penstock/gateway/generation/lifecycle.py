@@ -12,7 +12,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
-from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.attempt import FAILURES, Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.permissions import Permissions
 from penstock.routing.admission.controller import Ticket
@@ -81,6 +81,9 @@ class GenerationLifecycle:
             yield account
         except ClientDisconnected as error:
             generation.fail(error)
+            raise
+        except FAILURES:
+            generation.superseded = not feature and attempt.replaceable
             raise
         finally:
             generation.close()

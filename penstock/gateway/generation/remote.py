@@ -17,6 +17,7 @@ from msgspec import Struct
 from penstock.backends.remote.chunk import Chunk, ChunkUsage
 from penstock.gateway.app.exchange import ClientDisconnected
 from penstock.gateway.generation.base import Gate, Generation
+from penstock.gateway.generation.call_guard import CallGuard
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.remote_answer import RecordedAnswer, record_choice, replayed_chunks
 from penstock.gateway.generation.remote_choice import RemoteChoice, tokens_in
@@ -148,9 +149,9 @@ class RemoteGeneration(Generation):
         usage = self._usage()
         produced = sum(tokens_in(sent) for _, sent in self._source.all())
         self.before = Usage(
-            spec.prompt_tokens if usage is None else usage.prompt_tokens,
+            self.prompt_tokens,
             self.cached_tokens,
-            produced if usage is None else usage.completion_tokens,
+            produced if usage is None else usage.completion_tokens or produced,
             self.reasoning_tokens,
         )
         self._source.rewind()
@@ -228,7 +229,7 @@ class RemoteGeneration(Generation):
                 param=param,
             )
         for choice in self.choices:
-            choice.guard, choice.thought_guard = make(), make()
+            choice.guard, choice.thought_guard, choice.call_guard = make(), make(), CallGuard(make)
 
     def cite(self, sources: Sources, *, attribute: bool) -> None:
         self.sources = sources
@@ -303,7 +304,7 @@ class RemoteGeneration(Generation):
         if self._answer is not None:
             return self._answer.prompt_tokens
         usage = self._usage()
-        return self.spec.prompt_tokens if usage is None else usage.prompt_tokens
+        return self.spec.prompt_tokens if usage is None else usage.prompt_tokens or self.spec.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -317,7 +318,8 @@ class RemoteGeneration(Generation):
         if self._answer is not None:
             return self._answer.completion_tokens
         usage = self._usage()
-        if usage is not None:
+        # A server that says it wrote nothing, of an answer that has come, has not counted.
+        if usage is not None and usage.completion_tokens:
             return usage.completion_tokens
         if self._counted is not None:
             return self._counted
@@ -418,7 +420,9 @@ class RemoteGeneration(Generation):
     def _count(self) -> None:
         """Count the tokens of an answer whose server has not told its usage, where the tokenizer is known. An answer
         is short; a long one is counted by its chunks."""
-        if self._usage() is not None or self.model.text is None or self._answer is not None:
+        usage = self._usage()
+        told = usage is not None and usage.completion_tokens > 0
+        if told or self.model.text is None or self._answer is not None:
             return
         texts = ["".join(choice.said) for choice in self.choices]
         if sum(map(len, texts)) <= LONGEST_COUNTED:

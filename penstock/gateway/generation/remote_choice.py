@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from penstock.backends.remote.chunk import CallDelta, ChunkChoice, TokenOdds
+from penstock.gateway.generation.call_guard import CallGuard
 from penstock.gateway.generation.choice import CONTENT_FILTER, CallPiece, Piece, SpelledToken, TextGuard
 from penstock.knowledge.citations import Citer
 from penstock.text import StopStrings
@@ -22,7 +23,7 @@ class RemoteChoice:
     """See above."""
 
     __slots__ = (
-        *("_begun", "_held", "_length", "_logprobs", "_released", "_stops", "_token_ids", "citer"),
+        *("_begun", "_held", "_length", "_logprobs", "_released", "_stops", "_token_ids", "call_guard", "citer"),
         *("completion_tokens", "cut_here", "finished", "first_at", "guard", "index", "last_at", "logprob", "outcome"),
         *("said", "thought_guard"),
     )
@@ -48,6 +49,7 @@ class RemoteChoice:
         self.last_at: float | None = None
         self.guard: TextGuard | None = None
         self.thought_guard: TextGuard | None = None
+        self.call_guard: CallGuard | None = None
         self.citer: Citer | None = None
         self.cut_here = False
         """A stop string or a guard ended it, before its server did."""
@@ -66,7 +68,8 @@ class RemoteChoice:
         delta = sent.delta
         raw = (delta.content or "") + (delta.refusal or "")
         final = sent.finish_reason is not None
-        piece = Piece(self.index, calls=self._calls(delta.tool_calls or ()))
+        calls, refused = self._calls(delta.tool_calls or (), final=final)
+        piece = Piece(self.index, calls=calls)
         odds = (None if sent.logprobs is None else sent.logprobs.content) or ()
         self.completion_tokens += tokens_in(sent)
         self.logprob += sum(token.logprob for token in odds)
@@ -87,16 +90,18 @@ class RemoteChoice:
             piece.stop_reason = sent.stop_reason
         if matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", matched
-        ends = piece.finish_reason is not None
+        ends = refused or piece.finish_reason is not None
         piece.reasoning, blocked = self._thoughts(delta.reasoning_content or "", ended=bool(raw or ends))
         if self.guard is not None and not blocked:
             text, blocked = self.guard.push(text, final=ends)
         if blocked:
-            piece.finish_reason, piece.stop_reason, piece.calls = CONTENT_FILTER, None, None
+            piece.calls = None
+        if blocked or refused:
+            piece.finish_reason, piece.stop_reason = CONTENT_FILTER, None
         if self.citer is not None:
             text, piece.citations = self.citer.push(text, final=piece.finish_reason is not None)
         piece.text = text
-        piece.tokens = self._release(final=ends, cut=matched is not None or blocked)
+        piece.tokens = self._release(final=ends, cut=matched is not None or blocked or refused)
         if piece.finish_reason is not None:
             self.finished, self.outcome = True, piece.finish_reason
             self.cut_here = not final
@@ -120,15 +125,29 @@ class RemoteChoice:
             self.thought_guard = None
         return shown, blocked
 
-    def _calls(self, sent: Sequence[CallDelta]) -> list[CallPiece] | None:
+    def _calls(self, sent: Sequence[CallDelta], *, final: bool) -> tuple[list[CallPiece] | None, bool]:
+        """The parts of calls that may be shown, and whether a guard refused the rest."""
         calls: list[CallPiece] = []
+        refused = False
         for call in sent:
             if call.index not in self._begun and call.function is not None:
                 self._begun.add(call.index)
                 calls.append(CallPiece(call.index, call.id or f"call_{call.index}", call.function.name, ""))
-            if call.function is not None and call.function.arguments:
-                calls.append(CallPiece(call.index, None, None, call.function.arguments))
-        return calls or None
+            text = "" if call.function is None else call.function.arguments or ""
+            if text and self.call_guard is not None:
+                text, refused = self.call_guard.push(call.index, text)
+            if text:
+                calls.append(CallPiece(call.index, None, None, text))
+            if refused:
+                return calls, True
+        if final and self.call_guard is not None:
+            for index in self.call_guard.open:
+                text, refused = self.call_guard.end(index)
+                if text:
+                    calls.append(CallPiece(index, None, None, text))
+                if refused:
+                    return calls, True
+        return calls or None, False
 
     def _hold(self, odds: Sequence[TokenOdds]) -> None:
         offset = self._length

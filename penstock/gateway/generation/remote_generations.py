@@ -38,7 +38,7 @@ from penstock.gateway.generation.sampling import (
 )
 from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest, Sampling, TextFormat
 from penstock.gateway.generation.settings import GenerationSettings
-from penstock.gateway.generation.sources import PendingSources, SourceSearch
+from penstock.gateway.generation.sources import PendingSources, SourceSearch, source_check
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.tokenized_model import remote_text
@@ -103,7 +103,11 @@ class RemoteGenerations:
             bare = await prompt.measured(pending.instructed([*messages, *following]))
             room = room_for_sources(window, bare, limit)
             with exchange.timeline.phase("retrieve"):
-                sources = found = await pending.result(prompt.count, turn.source_room(room, window))
+                sources = found = await pending.result(
+                    prompt.count,
+                    turn.source_room(room, window),
+                    source_check(self.content_filter.prompt, exchange),
+                )
             await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         length = await prompt.measured(said)

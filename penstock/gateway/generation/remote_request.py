@@ -50,18 +50,30 @@ def chat_body(exchange: Exchange, request: ChatRequest, messages: Sequence[Mappi
         tool["function"].pop("syntax", None)
         if tool["function"].pop("grammar", None):
             ignore_advice(exchange, "tools.format")
+        tool["function"] = _not_null(tool["function"])
+    for name in ("response_format", "thinking", "structured_outputs"):
+        if name in body:
+            body[name] = _not_null(body[name])
+    if (wrapped := body.get("response_format", {}).get("json_schema")) is not None:
+        body["response_format"]["json_schema"] = _not_null(wrapped)
     if request.reasoning is not None:
         if request.reasoning.effort is not None:
             body.setdefault("reasoning_effort", request.reasoning.effort)
         if request.reasoning.max_tokens is None and request.reasoning.enabled is None:
             del body["reasoning"]
         else:
-            body["reasoning"] = {name: value for name, value in body["reasoning"].items() if value is not None}
+            body["reasoning"] = _not_null(body["reasoning"])
     if continues(request):
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:
         body["add_generation_prompt"] = False
     return body
+
+
+def _not_null(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not null: other servers refuse a null where a client would leave the field out. What is inside of
+    them, such as a schema, stays as it is."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def fitted(exchange: Exchange, model: RemoteModel, body: Mapping[str, Any], operation: Operation) -> dict[str, Any]:

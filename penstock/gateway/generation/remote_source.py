@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from penstock.backends.remote.chunk import Chunk, ChunkChoice, ChunkUsage
+from penstock.backends.remote.chunk import Chunk, ChunkChoice, ChunkUsage, plausible
 from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, ServerError
 
 MOST_UNREAD = 256
@@ -200,7 +200,7 @@ class ChunkSource:
 
     def _put(self, number: int, chunk: Chunk) -> None:
         if chunk.usage is not None:
-            self.usage[number] = chunk.usage
+            self.usage[number] = plausible(chunk.usage)
         if chunk.prompt_token_ids and not number:
             self.prompt_token_ids = chunk.prompt_token_ids
         arrived = Arrived(number, chunk, time.monotonic())

@@ -6,7 +6,7 @@ sent, and what is stored of a conversation, stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.gateway.app.exchange import Exchange
@@ -14,6 +14,22 @@ from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import RagRequest
 from penstock.identity import Caller
 from penstock.knowledge.citations import Citation, Citer
+from penstock.protocol.errors import ContentBlocked
+
+TextCheck = Callable[[str], Awaitable[str]]
+"""The text as a model may see it; raises when it is refused."""
+
+
+def source_check(prompt: Callable[[Exchange, str], Awaitable[str]], exchange: Exchange) -> TextCheck:
+    """Checks sources like the text of a request, by `prompt` of its content filter."""
+
+    async def check(text: str) -> str:
+        try:
+            return await prompt(exchange, text)
+        except ContentBlocked as error:
+            raise ContentBlocked(error.message, param="rag") from error
+
+    return check
 
 
 class Sources(Protocol):
@@ -41,8 +57,9 @@ class PendingSources(Protocol):
     def instructed(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation with the instructions on sources, but without any."""
 
-    async def result(self, count: Callable[[str], int], room: int) -> Sources:
-        """`count`: tokens of a text for the model that answers; `room`: tokens left in its window."""
+    async def result(self, count: Callable[[str], int], room: int, check: TextCheck) -> Sources:
+        """`count`: tokens of a text for the model that answers; `room`: tokens left in its window; `check`: what the
+        model may see of the text of a source."""
 
     async def close(self) -> None: ...
 

@@ -36,6 +36,7 @@ from penstock.gateway.http.refusal import (
     malformed,
 )
 from penstock.gateway.http.request import Request, Scope
+from penstock.gateway.http.request_id import request_id
 
 log = logging.getLogger("penstock.http")
 
@@ -110,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._address = str(client[0]) if isinstance(client, tuple) else ""
         if not shared.admit(self, self._address):
             self._last = True
-            transport.write(TOO_MANY.reply())
+            transport.write(self._reply_to(TOO_MANY, None))
             transport.close()
             return
         transport.set_write_buffer_limits(high=UNSENT)
@@ -301,9 +302,11 @@ class Connection(asyncio.Protocol):
         if request is not None and request.upgrades:
             request.upgrades = False  # only the head is complete
             return
-        self._coming = None
         self._in_head = True
-        if request is not None and not self._refusal:
+        if self._refusal:
+            return  # the reply to it needs the request's id
+        self._coming = None
+        if request is not None:
             request.end()
 
     def _answer(self, request: Request) -> None:
@@ -465,8 +468,15 @@ class Connection(asyncio.Protocol):
             if answering.started:
                 self._transport.abort()
                 return
-        self._transport.write(refusal.reply(head_only=self._head_only))
+        self._transport.write(self._reply_to(refusal, answering or self._coming))
         self._linger()
+
+    def _reply_to(self, refusal: Refusal, request: Request | None) -> bytes:
+        """The reply, and a line in the log under the same request id. `request`: as far as it has arrived."""
+        headers = {} if request is None else dict(request.headers)
+        id = request_id(headers.get(b"x-request-id"))
+        log.info("request refused", extra={"request_id": id, "code": refusal.code, "client": self._address or None})
+        return refusal.reply(id, head_only=self._head_only)
 
 
 def _unreadable(problem: str, data: bytes, in_head: bool) -> Refusal:

@@ -22,13 +22,13 @@ class Refusal:
     code: str
     type: str = "invalid_request_error"
 
-    def reply(self, *, head_only: bool = False) -> bytes:
+    def reply(self, request_id: str, *, head_only: bool = False) -> bytes:
         """The whole reply, after which the connection ends. `head_only`: it answers a HEAD request."""
         error = {"message": self.message, "type": self.type, "param": None, "code": self.code}
         body = msgspec.json.encode({"error": error})
         head = (
             b"HTTP/1.1 " + self.status + b"\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            b"x-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % (request_id.encode(), len(body))
         )
         return head if head_only else head + body
 

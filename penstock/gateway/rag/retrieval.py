@@ -12,11 +12,12 @@ import re
 import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.schemas import QUERY_CHARACTERS, RagRequest
+from penstock.gateway.generation.sources import TextCheck
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import SearchRequest
 from penstock.identity import Caller
@@ -139,10 +140,10 @@ class Retrieval:
     def instructed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return with_instructions(messages)
 
-    async def result(self, count: Count, room: int) -> RetrievedSources:
+    async def result(self, count: Count, room: int, check: TextCheck) -> RetrievedSources:
         collection, found = await self._task
         most = min(room, self._most, self._wanted.context_tokens or self._most)
-        passages = found.passages
+        passages = [await _checked(passage, check) for passage in found.passages]
         context = await asyncio.to_thread(framed, passages, count, most)
         if passages and not context.sources:
             raise InvalidRequest(
@@ -161,6 +162,18 @@ class Retrieval:
     async def _search(self, library: KnowledgeLibrary, caller: Caller, query: str) -> tuple[Collection, Found]:
         collection = await find_collection(library, caller, self._wanted.collection, param="rag.collection")
         return collection, await search(library, collection, query, self._wanted)
+
+
+async def _checked(passage: Passage, check: TextCheck) -> Passage:
+    """What a model may see of a passage."""
+    stored, document = passage.stored, passage.document
+    chunk = replace(
+        stored.chunk,
+        text=await check(stored.chunk.text),
+        heading=await check(stored.chunk.heading) if stored.chunk.heading else "",
+    )
+    document = replace(document, name=await check(document.name))
+    return replace(passage, stored=replace(stored, chunk=chunk), document=document)
 
 
 async def search(

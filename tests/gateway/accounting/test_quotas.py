@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import CountersConfig, LimitConfig, TierConfig
+from penstock.gateway.accounting.quotas import LONG_CHARACTERS
 from penstock.gateway.app.dialects import duration
 from penstock.gateway.process.settings import ModelSettings
 from tests.gateway.conftest import Running, Serving, eventually
@@ -108,6 +109,20 @@ async def test_limits_per_user_and_model(serving: Serving, tmp_path: Path) -> No
     async with serving(**settings(tmp_path, limits=limits)) as running:
         statuses = [(await running.chat(user=user)).status_code for user in ("ann", "ann", "bob", "carl", "dora")]
         assert statuses == [200, 429, 200, 200, 429]
+
+
+@pytest.mark.parametrize("characters", [600, LONG_CHARACTERS + 1])
+async def test_a_prompt_that_is_too_long_counts_and_the_reply_says_so(
+    serving: Serving, tmp_path: Path, characters: int
+) -> None:
+    tier = TierConfig(name="free", context_tokens=64, requests_per_minute=10, tokens_per_minute=10**6)
+    async with serving(**settings(tmp_path, tier)) as running:
+        await sign_in(running)
+        message = {"role": "user", "content": "x" * characters}
+        for left in (9, 8):
+            refused = await running.chat(messages=[message])
+            assert refused.status_code == 400 and refused.headers["x-ratelimit-remaining-requests"] == str(left)
+            assert refused.headers["x-ratelimit-limit-tokens"] == "1000000"
 
 
 async def test_the_tier_s_share_of_the_context(serving: Serving, tmp_path: Path) -> None:

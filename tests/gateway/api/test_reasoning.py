@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.config.guardrails import GuardrailConfig
@@ -67,6 +68,20 @@ async def streamed(running: Running, path: str, **body: Any) -> list[dict[str, A
 
 def _data(body: str) -> list[str]:
     return [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+
+
+async def test_a_message_has_one_thought_under_any_of_its_names(serving: Serving, opens: TextModel) -> None:
+    async with serving(scripted(opens, SAID), text=opens) as running:
+
+        async def reply(**thoughts: str) -> httpx.Response:
+            before = {"role": "assistant", "content": "Hi.", **thoughts}
+            return await running.chat(messages=[before, {"role": "user", "content": "And?"}], max_tokens=3)
+
+        assert (await reply(reasoning="a", reasoning_content="a", thinking="")).status_code == 200
+        refused = await reply(reasoning="a", reasoning_content="b")
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "messages[0].reasoning"
+        assert "`messages[0].reasoning_content` and `messages[0].reasoning` differ" in error["message"]
 
 
 async def test_chat_completions_whole_and_streamed(serving: Serving, opens: TextModel) -> None:

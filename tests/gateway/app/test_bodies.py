@@ -13,6 +13,7 @@ import pytest
 
 from penstock.gateway.app.bodies import SHARE, Bodies
 from penstock.gateway.app.encodings import Inflater, inflater
+from penstock.gateway.app.exchange import DISCARD_LIMIT
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.protocol.errors import InvalidRequest, RateLimitExceeded, ServiceUnavailable
 from tests.gateway.api.test_identity import make_key
@@ -161,3 +162,15 @@ async def test_who_asks_before_sending_too_much_is_not_told_to_go_on(serving: Se
         asked = HEAD + b"expect: 100-continue\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(CHAT)
         answer = await raw(gateway, asked, CHAT, pause_s=0.05)
         assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+
+
+async def test_a_body_that_is_announced_as_too_large_is_not_waited_for(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("penstock.gateway.app.exchange.DISCARD_S", 0.05)
+    async with serving(body_limit=2048, receive_s=600.0, store_url=f"sqlite:///{tmp_path / 'x.db'}") as gateway:
+        never_read, huge = 2048 + DISCARD_LIMIT + 1, 10**11
+        for path, size in (("chat/completions", 5000), ("chat/completions", never_read), ("files", huge)):
+            head = HEAD.replace(b"chat/completions", path.encode()) + b"content-length: %d\r\n\r\n{" % size
+            answer = await asyncio.wait_for(raw(gateway, head), 60.0)
+            assert answer.startswith(b"HTTP/1.1 413") and b"has %d bytes" % size in answer, answer

@@ -36,6 +36,13 @@ def test_what_is_no_form_is_refused(content_type: bytes) -> None:
         read_form(content_type, FORM)
 
 
+def test_a_field_is_given_once() -> None:
+    twice = FORM.replace(b"--b--", b"--b" + FORM.split(b"--b")[2] + b"--b--")
+    with pytest.raises(InvalidRequest, match="`file` twice") as refused:
+        read_form(KIND + b"b", twice)
+    assert refused.value.param == "file"
+
+
 def test_mutated_forms_are_read_or_refused() -> None:
     rng = random.Random(1)
     for _ in range(3000):

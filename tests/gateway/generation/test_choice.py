@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.guardrails import GuardrailConfig
 from penstock.engine.request import Delta, TokenLogprob
+from penstock.gateway.generation.call_guard import CallGuard
 from penstock.gateway.generation.choice import Choice
 from penstock.gateway.moderation.guardrails import OutputGuard, _compiled
 from penstock.text import TextModel
+from penstock.tools.channels import ChannelSplitter, ChannelTokens
+from penstock.tools.formats import FORMATS
+from penstock.tools.toolbox import Tool, Toolbox
+from tests.text.test_thoughts import model
+from tests.tools.test_channels import CONTROL
 
 SAID = "Hello, wörld! 日本語 🎉 and 555-12-3456 then Hello again."
 
@@ -70,6 +77,41 @@ def test_how_tokens_are_grouped_makes_no_difference(
     one_by_one = say(choice(), tokens, set(range(1, len(tokens))), finish)
     assert say(choice(), tokens, {cut for cut in cuts if cut < len(tokens)}, finish) == one_by_one
     assert one_by_one.end[0] is not None
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return model(tmp_path_factory.mktemp("channels"), *CONTROL, special=True)
+
+
+@given(st.sets(st.integers(1, 60)), st.sampled_from(["refuse", "redact"]))
+def test_rules_hold_for_calls_in_channels(channels: TextModel, cuts: set[int], action: str) -> None:
+    said = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"to": "123-45-6789"}<|call|>'
+    )
+    tokens = channels.encode(said, add_special_tokens=False)
+    marks = ChannelTokens(channels)
+    splitter = ChannelSplitter(marks, {"f"})
+    splitter.prepare(channels, channels.encode("<|start|>assistant", add_special_tokens=False))
+    toolbox = Toolbox((Tool("f"),), FORMATS["hermes"])
+    ends = marks.stops(channels.eos_token_ids)
+    choice = Choice(0, channels, stops=[], splitter=splitter, toolbox=toolbox, ends=ends)
+    rule = _compiled(
+        GuardrailConfig(name="number", action=action, patterns=("[0-9]{3}-[0-9]{2}-[0-9]{4}",))  # type: ignore[arg-type]
+    )
+    choice.call_guard = CallGuard(lambda: OutputGuard([rule], lambda rule, times: None))
+    arguments, ended, start = "", None, 0
+    for cut in [*sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]:
+        finish = "stop" if cut == len(tokens) else None
+        if (piece := choice.feed(Delta("", tokens[start:cut], finish_reason=finish))) is not None:
+            arguments += "".join(call.arguments for call in piece.calls or ())
+            ended = piece.finish_reason
+        start = cut
+    if action == "redact":
+        assert (arguments, ended) == ('{"to": "[redacted]"}', "tool_calls")
+    else:
+        assert (arguments, ended) == ('{"to": "', "content_filter")
 
 
 def test_tokens_behind_a_stop_string_are_not_counted(text: TextModel) -> None:

@@ -51,6 +51,18 @@ async def test_every_refusal_says_what_to_do(sent: bytes, status: int, code: str
         assert (found, error["code"], error["param"]) == (status, code, None) and words in error["message"], error
         assert fields["content-type"] == "application/json" and fields["connection"] == "close"
         assert int(fields["content-length"]) == len(body) and not app.seen
+        assert fields["x-request-id"].startswith("req_")
+
+
+async def test_a_refusal_has_the_request_id_that_the_log_has(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.http")
+    async with listening() as (_, port, _):
+        sent = b"x-request-id: mine.1\r\nexpect: cake\r\n"
+        _, fields, _ = parts(await say(port, GET % (b"/", sent)))
+        assert fields["x-request-id"] == "mine.1"
+        await say(port, GET % (b"/", b"x-request-id: not mine\r\nexpect: cake\r\n"))
+    ids = [(record.__dict__["request_id"], record.__dict__["code"]) for record in caplog.records]
+    assert ids[0] == ("mine.1", "expectation_failed") and ids[1][0].startswith("req_")
 
 
 async def test_a_refused_head_request_gets_no_body() -> None:

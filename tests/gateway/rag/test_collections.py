@@ -16,6 +16,7 @@ import pytest
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
+from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.schema import EncoderConfig, TierConfig
 from penstock.gateway.generation.model_access import ModelAccess
@@ -281,6 +282,25 @@ async def the_responses_api_cites_too(running: Running, text: TextModel, id: str
     before, after = ({"role": "user", "content": text} for text in ("Hi", "And when does it close?"))
     echoed = {**asked, "input": [before, *whole["output"], after]}
     assert (await running.client.post("/v1/responses", json=echoed)).status_code == 200
+
+
+async def test_rules_for_prompts_hold_for_sources(
+    serving: Serving, encoder_endpoint: str, tmp_path: Path, text: TextModel
+) -> None:
+    rules = (
+        GuardrailConfig(name="weeks", stage="input", action="redact", words=("twelve",)),
+        GuardrailConfig(name="fruit", stage="input", words=("banana",)),
+    )
+    asked = {"messages": [{"role": "user", "content": "How long is parental leave?"}], "max_tokens": 20}
+    async with library(serving, encoder_endpoint, tmp_path, says(text, "Long."), guardrails=rules) as running:
+        id = await filled(running)
+        reply = await running.chat(**asked, rag={"collection": id, "top_k": 1})
+        assert reply.status_code == 200, reply.text
+        assert "receive [redacted] weeks" in prompt_of(running, text)
+        refused = await running.chat(**asked, rag={"collection": id, "top_k": 3})
+        assert error(refused) == (400, "content_blocked", "rag") and "`fruit`" in refused.text
+        mine = await running.chat(messages=[{"role": "user", "content": "banana?"}], rag={"collection": id})
+        assert error(mine) == (400, "content_blocked", "messages")
 
 
 async def test_sources_take_no_more_than_they_may(
