@@ -133,11 +133,12 @@ def load_part(
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
+        max_running = config.max_running or backend.defaults.max_running
+        budget = config.token_budget or backend.defaults.token_budget
+        wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
         if config.fp8_attention:
             with nullcontext() if own_cache else suppress(ConfigError):  # a draft model may have other heads
-                backend.attend_in_fp8(model, dtype, kv_dtype)
-    max_running = config.max_running or backend.defaults.max_running
-    budget = config.token_budget or backend.defaults.token_budget
+                backend.attend_in_fp8(model, dtype, kv_dtype, min(budget, wanted_len))
     if member is not None:
         with phases("ranks"):
             member.meet(backend)
@@ -151,7 +152,6 @@ def load_part(
                     "token_budget": budget,
                 }
             )
-    wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     if config.max_model_len is not None and wanted_len < config.max_model_len:
         _log.warning(
             "max_model_len is %d, but the model has %d positions: its window is %d tokens",
