@@ -163,6 +163,7 @@ def load_part(
     limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
     # With shards, sums stand between linears and residual additions.
     alone = member is None or member.place.tensor == 1
+    leads = member is None or member.place.rank == 0  # what holds for all ranks is said once
     with KernelBuild(backend, kv_dtype, limits) as kernels, _read(weights):
         with phases("weights"), torch.inference_mode():
             decoder = _by_transformers(
@@ -174,6 +175,7 @@ def load_part(
                 dtype=dtype,
                 max_positions=wanted_len,
                 quantize=plan.quantize,
+                asked="" if config.weights in ("auto", "dense") or not leads else config.weights,
                 inner=plan.inner,
                 fused_up_to=plan.fused_up_to,
                 fp8_cache=kv_dtype == FP8,
