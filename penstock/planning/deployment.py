@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.engine.parallel.layout import named_heads, named_width
+from penstock.engine.parallel.layout import mixer_widths, named_heads, named_width
 from penstock.errors import ConfigError
 from penstock.planning.catalogue import Device, PriceKind
 from penstock.planning.numbers import (
@@ -271,15 +271,12 @@ def _widths(shape: ModelShape) -> list[tuple[str, int]]:
         # Without a dense layer nothing has the dense width.
         dense = [] if all(moe.layers) else widths
         widths = [*dense, ("an expert width", moe.ffn), ("a shared expert's width", moe.shared_ffn)]
-    if shape.delta is not None:
-        widths.append(("a number of delta nets' key heads", shape.delta.k_heads))
-    if shape.mamba is not None:
-        widths.append(("a number of Mamba heads", shape.mamba.heads))
-    if shape.short_conv is not None:
-        widths.append(("a number of convolution channels", shape.short_conv.channels))
-    if shape.compression is not None:
-        widths.append(("a number of output groups", shape.compression.output_groups))
-    return widths
+    return widths + mixer_widths(
+        key_heads=0 if shape.delta is None else shape.delta.k_heads,
+        mamba_heads=0 if shape.mamba is None else shape.mamba.heads,
+        channels=0 if shape.short_conv is None else shape.short_conv.channels,
+        output_groups=0 if shape.compression is None else shape.compression.output_groups,
+    )
 
 
 def splits(shape: ModelShape, tensor: int) -> bool:

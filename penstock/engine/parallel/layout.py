@@ -107,6 +107,16 @@ def named_width(widths: Sequence[tuple[str, int]], tensor: int) -> str:
     return next((f" and {name} of {width}" for name, width in widths if width % tensor), "")
 
 
+def mixer_widths(*, key_heads: int, mamba_heads: int, channels: int, output_groups: int) -> list[tuple[str, int]]:
+    """What shards must divide of token mixers beside attention heads; 0: a model has none."""
+    return [
+        ("a number of delta nets' key heads", key_heads),
+        ("a number of Mamba heads", mamba_heads),
+        ("a number of convolution channels", channels),
+        ("a number of output groups", output_groups),
+    ]
+
+
 def _widths(model: ModelConfig) -> list[tuple[str, int]]:
     """What shards must divide beside heads."""
     widths = [("a feed-forward width", width) for width in (model.ffn_size, *model.ffn_sizes)]
@@ -115,15 +125,12 @@ def _widths(model: ModelConfig) -> list[tuple[str, int]]:
         # Without a dense layer nothing has the dense width.
         widths = cut if all(model.moe.layers) else [*widths[:1], *cut]
         widths.append(("a shared expert's width", model.moe.shared_ffn_size))
-    if model.delta is not None:
-        widths.append(("a number of delta nets' key heads", model.delta.k_heads))
-    if model.mamba is not None:
-        widths.append(("a number of Mamba heads", model.mamba.heads))
-    if model.short_conv is not None:
-        widths.append(("a number of convolution channels", model.short_conv.channels))
-    if model.compression is not None:
-        widths.append(("a number of output groups", model.compression.output_groups))
-    return widths
+    return widths + mixer_widths(
+        key_heads=0 if model.delta is None else model.delta.k_heads,
+        mamba_heads=0 if model.mamba is None else model.mamba.heads,
+        channels=0 if model.short_conv is None else model.short_conv.channels,
+        output_groups=0 if model.compression is None else model.compression.output_groups,
+    )
 
 
 def splits(model: ModelConfig, tensor: int) -> bool:
