@@ -189,8 +189,11 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         """Holds the norms that they replace, of those that `norms_of` knows; `reserved`: likewise."""
         return NormBank(slots, norms, self.device)
 
-    def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
-        """What adapters are kept in, beside activations of `dtype`."""
+    def adapter_dtype(
+        self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype, anywhere: Callable[[bool], bool]
+    ) -> torch.dtype:
+        """What adapters are kept in, beside activations of `dtype`; the same on every rank. `anywhere`: whether
+        something holds on one of them, asked on all."""
         return dtype
 
     # Running

@@ -203,6 +203,7 @@ def load_part(
             head_rows=head_rows,
             as_stored=not isinstance(weights, GGUFCheckpoint),
             stored=whole,
+            anywhere=bool if member is None else member.anywhere,
         )
         if backend.compiles and not model.by_transformers:  # the library's code launches its own
             with phases("compile"):
