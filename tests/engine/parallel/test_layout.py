@@ -171,3 +171,5 @@ def test_integers_in_groups_are_cut_with_their_scales(tmp_path: Path, bits: int)
     assert _cut_groups(whole, Cut(inputs=(48, 96))) == "a cut at inputs 48 and 96 leaves groups of 48"
     scattered = dataclasses.replace(whole, order=torch.arange(96).flip(0))
     assert "act-order" in str(_cut_groups(scattered, Cut(inputs=(0, 32))))
+    all_of_them = _cut_groups(scattered, Cut(inputs=(0, 96)))
+    assert isinstance(all_of_them, IntGroups) and torch.equal(all_of_them.dense(), scattered.dense()), "as stored"
