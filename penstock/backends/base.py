@@ -385,6 +385,7 @@ class EngineClient(ABC):
         self._up = False
         self._ready.clear()
         self._load = dataclasses.replace(self._load, running=0, waiting=0, used_blocks=0)
+        self.token_gap.interrupt()
         routes, self._routes = self._routes, {}
         self._aborted.clear()
         for mailbox, _ in routes.values():

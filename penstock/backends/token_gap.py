@@ -33,6 +33,10 @@ class TokenGap:
         self._mean = gap if self._mean is None or now - self._at > FRESH_S else self._mean + WEIGHT * (gap - self._mean)
         self._at = now
 
+    def interrupt(self) -> None:
+        """The engine is gone: until the next report no time passes for its sequences."""
+        self._seen_at = None
+
     def seconds(self, now: float) -> float | None:
         """Seconds per token; None: not measured lately."""
         return None if now - self._at > FRESH_S else self._mean

@@ -21,6 +21,7 @@ from penstock.config.pools import pool_problems
 from penstock.config.schema import Config
 from penstock.config.tree import Node, assign, from_env, from_text, parse_yaml
 from penstock.engine.adapters.spec import name_problem
+from penstock.engine.config import LONG_CHUNK
 from penstock.errors import ConfigError
 
 DEFAULT_FILE = "penstock.yaml"
@@ -147,6 +148,7 @@ def conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: fp8_attention needs kv_dtype: fp8")
         if model.fp8_attention and model.deterministic:
             problems.append(f"models[{index}]: fp8_attention is not available with deterministic: true")
+        problems += [f"models[{index}].{problem}" for problem in _short_chunks(model)]
         if model.replica_count > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
         ranks = model.tensor_parallel * model.pipeline_parallel
@@ -205,6 +207,18 @@ def conflicts(config: Config) -> list[str]:
         )
     problems += [f"fleet.{problem}" for problem in config.fleet.problems()]
     return problems + _guardrails(config) + _tools(config) + _shares(config)
+
+
+def _short_chunks(model: ModelConfig) -> list[str]:
+    """Settings that make `fp8_attention` do nothing, because no step has enough tokens of a prompt."""
+    if not model.fp8_attention:
+        return []
+    return [
+        f"{pool}{name}: fp8_attention is for chunks of {LONG_CHUNK} prompt tokens and more; {limit} is too few"
+        for pool, one in _one_by_one(model)
+        for name, limit in (("token_budget", one.token_budget), ("max_model_len", one.max_model_len))
+        if limit is not None and limit < LONG_CHUNK
+    ]
 
 
 def _pools(config: Config, model: ModelConfig) -> list[str]:

@@ -19,6 +19,8 @@ AttentionForm = Literal["tensor", "data"]
 Role = Literal["both", "prefill", "decode"]
 SAVE_S = 10.0
 """Most time for saving KV blocks when an engine ends, with `disk_persistent`."""
+LONG_CHUNK = 512
+"""Tokens of a prompt in one step from which attention on CUDA gathers keys, and `fp8_attention` does something."""
 LOCAL = "local"
 """The machine of rank 0, in a placement."""
 
@@ -66,7 +68,7 @@ class EngineConfig:
     which takes about half of attention's time away, and on x86 CPUs without bfloat16; `full` elsewhere."""
     fp8_attention: bool = False
     """Attention of long prompts multiplies an `fp8` cache in FP8, queries and probabilities too: faster and less exact.
-    Of GPUs with kernels for it, and heads of 128."""
+    Of GPUs with kernels for it, heads of 128, and chunks of `LONG_CHUNK` tokens."""
     host_memory: int = 0
     """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
     host_idle_s: float = 30.0

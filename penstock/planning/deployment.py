@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.engine.parallel.layout import named_heads
+from penstock.engine.parallel.layout import mixer_widths, named_heads, named_width
 from penstock.errors import ConfigError
 from penstock.planning.catalogue import Device, PriceKind
 from penstock.planning.numbers import (
@@ -264,27 +264,31 @@ class Deployment:
         return None if price is None else price * self.devices
 
 
+def _widths(shape: ModelShape) -> list[tuple[str, int]]:
+    """What shards must divide beside heads."""
+    moe, widths = shape.moe, [("a feed-forward width", shape.ffn)]
+    if moe is not None:
+        # Without a dense layer nothing has the dense width.
+        dense = [] if all(moe.layers) else widths
+        widths = [*dense, ("an expert width", moe.ffn), ("a shared expert's width", moe.shared_ffn)]
+    return widths + mixer_widths(
+        key_heads=0 if shape.delta is None else shape.delta.k_heads,
+        mamba_heads=0 if shape.mamba is None else shape.mamba.heads,
+        channels=0 if shape.short_conv is None else shape.short_conv.channels,
+        output_groups=0 if shape.compression is None else shape.compression.output_groups,
+    )
+
+
 def splits(shape: ModelShape, tensor: int) -> bool:
     """Whether shards can have equal parts of every layer, as the engine cuts them (`engine.parallel.layout`)."""
     kv_fits = shape.mla is not None or shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
-    moe, widths = shape.moe, [shape.ffn]
-    if moe is not None:
-        # Without a dense layer nothing has the dense width.
-        widths = [moe.ffn, moe.shared_ffn, *([] if all(moe.layers) else [shape.ffn])]
-    if shape.delta is not None:
-        widths.append(shape.delta.k_heads)
     if shape.mamba is not None:
-        widths.append(shape.mamba.heads)
         shared = (shape.mamba.groups, *filter(None, [shape.mamba.norm_groups]))
         kv_fits = kv_fits and all(size % tensor == 0 or tensor % size == 0 for size in shared)
-    if shape.short_conv is not None:
-        widths.append(shape.short_conv.channels)
-    if shape.compression is not None:
-        widths.append(shape.compression.output_groups)
     if shape.sparse_blocks is not None:
         choosing = shape.sparse_blocks.heads
         kv_fits = kv_fits and (choosing % tensor == 0 or tensor % choosing == 0)
-    even = (shape.heads, *shape.query_heads, *widths)
+    even = (shape.heads, *shape.query_heads, *(width for _, width in _widths(shape)))
     return kv_fits and all(width % tensor == 0 for width in even)
 
 
@@ -299,8 +303,8 @@ def _check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
         choosing = 0 if shape.sparse_blocks is None else shape.sparse_blocks.heads
         heads = named_heads((shape.heads, *shape.query_heads), shape.kv_heads, choosing)
         raise ConfigError(
-            f"tensor_parallel: {tensor} cannot split {heads} and a feed-forward width of "
-            f"{shape.ffn or (shape.moe.ffn if shape.moe else 0)} evenly; {shape.name} allows {possible}"
+            f"tensor_parallel: {tensor} cannot split {heads}{named_width(_widths(shape), tensor)} evenly; "
+            f"{shape.name} allows {possible}"
         )
     if pipeline > shape.layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {shape.layers} layers of {shape.name}")

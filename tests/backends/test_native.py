@@ -110,6 +110,7 @@ async def test_a_lost_engine_fails_its_requests_and_new_ones_wait_for_the_next(
     assert lost.value.status == 503
     assert lost.value.retry_after is not None
     assert not backend.ready and backend.in_flight == 0
+    assert backend.token_gap._seen_at is None, "the time until it is back is no gap between tokens"
     with pytest.raises(EngineUnavailable):
         backend.submit(request("b"), Mailbox())
     waiting = asyncio.create_task(backend.wait_ready(60))

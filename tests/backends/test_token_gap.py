@@ -29,3 +29,13 @@ def test_idle_time_does_not_count() -> None:
     pace.reported(idle, one, 50.0)
     pace.reported(one, EngineLoad(running=1, generation_tokens=6), 50.03)
     assert pace.seconds(50.1) == pytest.approx(0.03)
+
+
+def test_the_time_without_an_engine_does_not_count() -> None:
+    pace = TokenGap()
+    pace.reported(EngineLoad(), EngineLoad(running=2, generation_tokens=4), 0.0)
+    pace.interrupt()
+    pace.reported(EngineLoad(), EngineLoad(running=2, generation_tokens=2), 60.0)
+    assert pace.seconds(60.0) is None
+    pace.reported(EngineLoad(running=2, generation_tokens=2), EngineLoad(running=2, generation_tokens=4), 60.02)
+    assert pace.seconds(60.1) == pytest.approx(0.02)

@@ -149,6 +149,15 @@ def test_every_mistake_is_reported_at_once() -> None:
             "models: [{kv_dtype: fp8, fp8_attention: true, deterministic: true}]",
             "not available with deterministic: true",
         ),
+        (
+            "models: [{kv_dtype: fp8, fp8_attention: true, token_budget: 511}]",
+            "models[0].token_budget: fp8_attention is for chunks of 512 prompt tokens and more; 511 is too few",
+        ),
+        ("models: [{kv_dtype: fp8, fp8_attention: true, max_model_len: 500}]", "models[0].max_model_len: fp8_att"),
+        (
+            "models: [{kv_dtype: fp8, fp8_attention: true, pools: [{name: a}, {name: b, token_budget: 256}]}]",
+            "models[0].pools[1].token_budget: fp8_attention",
+        ),
         ("models: [{replicas: 2, replica_roles: [prefill]}]", "prefill and decode need each other"),
         ("models: [{replicas: 2, replica_roles: [prefil, decode]}]", "prefill"),
         ("models: [{replica_grids: [4x0]}]", "'4x0' is not TENSORxPIPELINE, such as 4x1"),

@@ -13,6 +13,8 @@ import pytest
 
 from penstock.engine.core import Engine
 from penstock.engine.request import Request
+from penstock.engine_host.handover.fetcher import Ended
+from penstock.engine_host.handover.inbound import Incoming
 from penstock.errors import ConfigError
 from penstock.protocol.messages import Abort, Drain, Leaving, Submit
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
@@ -53,6 +55,29 @@ def test_without_room_or_time_a_request_waits_for_no_more_blocks(folder: Path, a
         _, last = world.client.finish("late")
         assert last.finish_reason == "timeout" and world.counts.fallbacks == 2
         giver.step = step  # type: ignore[method-assign]
+
+
+def test_the_last_blocks_may_find_no_room(folder: Path, alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They and the end of their transfer are taken in together: the request goes on once."""
+    take_in = Incoming._take_in
+
+    def at_its_end(incoming: Incoming) -> None:
+        if incoming.fetcher.news and isinstance(incoming.fetcher.news[-1], Ended):
+            take_in(incoming)
+
+    monkeypatch.setattr(Incoming, "_take_in", at_its_end)
+    with pair(folder, num_blocks=56) as (world, _):  # 51 of them are held, 8 would be needed
+        halted = Halted(world.engine, lambda: world.engine.load_snapshot().used_blocks > 48)
+        world.client.send(Submit(greedy("running", text(1, 800), 40)))
+        assert eventually(lambda: world.engine.load_snapshot().used_blocks > 48)
+        request = greedy("crowded", text(2, 140), 6)
+        world.ask(request)
+        assert eventually(lambda: world.counts.fallbacks == 1)
+        halted.let_go()
+        tokens, _ = world.client.finish("crowded")
+        assert tokens == generate(alone, request)["crowded"]
+        assert (world.counts.handovers, world.counts.waiting) == (0, 0)
+        assert eventually(lambda: not world.engine.has_work)
 
 
 def test_engines_that_went_away_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

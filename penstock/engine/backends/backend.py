@@ -134,8 +134,9 @@ class Backend(DeviceAccess, LayerFactory, ABC):
             return self._auto_kv_dtype(config, model, dtype)
         return {"full": dtype, "int8": INT8, "fp8": FP8}[config.kv_dtype]
 
-    def attend_in_fp8(self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """`fp8_attention`, from now on; refused where there is no kernel for it."""
+    def attend_in_fp8(self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, longest_chunk: int) -> None:
+        """`fp8_attention`, from now on; refused where there is no kernel for it, or no step has enough tokens of a
+        prompt: `longest_chunk` is the most."""
         raise ConfigError(
             "fp8_attention: true needs a GPU of compute capability 9 (H100, H200 and the like) and triton with Gluon; "
             "remove it"
@@ -188,8 +189,11 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         """Holds the norms that they replace, of those that `norms_of` knows; `reserved`: likewise."""
         return NormBank(slots, norms, self.device)
 
-    def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
-        """What adapters are kept in, beside activations of `dtype`."""
+    def adapter_dtype(
+        self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype, anywhere: Callable[[bool], bool]
+    ) -> torch.dtype:
+        """What adapters are kept in, beside activations of `dtype`; the same on every rank. `anywhere`: whether
+        something holds on one of them, asked on all."""
         return dtype
 
     # Running

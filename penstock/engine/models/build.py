@@ -36,6 +36,7 @@ def build_decoder(
     dtype: torch.dtype,
     max_positions: int,
     quantize: Quantizer | None = None,
+    asked: str = "",
     inner: ActivationOps | None = None,
     fused_up_to: int = 0,
     fp8_cache: bool = False,
@@ -45,10 +46,11 @@ def build_decoder(
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer.
 
-    `head_rows`: how many of the head's rows this process has, when it is one of several; with none it has no embedding
-    either. `begun`: called with the decoder as it is with its first layer alone, before the others are read.
+    `asked`: see `WeightReader`. `head_rows`: how many of the head's rows this process has, when it is one of several;
+    with none it has no embedding either. `begun`: called with the decoder as it is with its first layer alone, before
+    the others are read.
     """
-    read = WeightReader(weights, backend, dtype, quantize, config.norm_offset)
+    read = WeightReader(weights, backend, dtype, quantize, config.norm_offset, asked)
     return compose_decoder(
         read,
         config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from copy import copy
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ class Quantizer(Protocol):
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None: ...
 
 
+_log = logging.getLogger(__name__)
+
+
 def of_ends(names: Iterable[str]) -> bool:
     """Whether these matrices are a head, which may be the embedding."""
     return any("lm_head" in name or "embed_tokens" in name or "embeddings." in f"{name}." for name in names)
@@ -49,14 +53,18 @@ class WeightReader:
         dtype: torch.dtype,
         quantize: Quantizer | None = None,
         norm_offset: float = 0.0,
+        asked: str = "",
     ) -> None:
-        """`norm_offset`: added to all norm weights."""
+        """`norm_offset`: added to all norm weights. `asked`: the form in which a user wants linears; those that stay
+        dense nevertheless are logged."""
         self.names = set(weights.names())
         self.backend = backend
         self.weights = weights
         self._dtype = dtype
         self._quantize = quantize
         self._norm_offset = norm_offset
+        self._asked = asked
+        self._told: set[str] = set()
         self.made: dict[str, Any] = {}
         """What compositions keep for later, of layers that a model has more than once."""
 
@@ -167,8 +175,19 @@ class WeightReader:
             quantized = self._quantize(self.weights, names, inputs, stacked_bias)
             if quantized is not None:
                 return quantized
+            if not of_ends(names):  # a head stays dense in some forms
+                self._tell_dense(next(iter(names)), inputs)
         dense = torch.cat([self.get(name, size, inputs) for name, size in names.items()])
         return self.backend.linear(dense, stacked_bias)
+
+    def _tell_dense(self, name: str, inputs: int) -> None:
+        """Once for the same matrix of all layers."""
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if self._asked and module not in self._told:
+            self._told.add(module)
+            _log.warning(
+                "%s and those like it are dense, not %s: there are no kernels for %d inputs", name, self._asked, inputs
+            )
 
     def kv_scales(self, attention: str, kv_heads: int) -> KVScales:
         """The checkpoint's own scales for an FP8 cache, or 1: e4m3 reaches 448 and keeps three bits at any size."""

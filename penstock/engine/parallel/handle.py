@@ -47,6 +47,11 @@ class RankHandle:
         """Whether it is there, or its machine is."""
         return self.remote is None or self.process.poll() is None or self.remote.replaceable
 
+    @property
+    def leaving(self) -> bool:
+        """Whether it has reported why it ends, or hung up, as far as its reader knows; its process may still exit."""
+        return self.reader is not None and (bool(self.last_words) or not self.reader.is_alive())
+
     def hang_up(self) -> None:
         """Close its connection for good: closing alone would leave it open while a thread waits for a message from it.
         That thread ends first, or it would go on with a file that is closed, or is another one by then."""

@@ -39,6 +39,10 @@ from penstock.errors import ConfigError, PenstockError, ReplicaLost
 EXIT_RANK_LOST = 72
 _GRACE_S = 3.0
 """How long rank 0 may take to exit after another rank died; it may hang in a collective."""
+_SIGN_S = 1.0
+"""How long to look for a rank that is gone, after a failure that may have another reason."""
+_EXIT_S = 30.0
+"""How long a rank that is to be replaced may take to exit: a large one takes seconds to give back its memory."""
 
 
 class Ranks(Member):
@@ -165,12 +169,21 @@ class Ranks(Member):
     def _ask(self, other: RankHandle, number: int, encoded: bytes) -> Future[Any]:
         answer: Future[Any] = Future()
         other.calls[number] = answer
+        self._listen(other)
+        other.connection.send_bytes(encoded)
+        return answer
+
+    def _listen(self, other: RankHandle) -> None:
         if other.reader is None:
             read = threading.Thread(target=self._read, args=(other,), name=f"replies of {other.place}", daemon=True)
             other.reader = read
             read.start()
-        other.connection.send_bytes(encoded)
-        return answer
+
+    def listen(self) -> None:
+        """Once all have started: notice when a rank reports a failure or hangs up, before its process is gone."""
+        with self._sends:
+            for other in self._ranks:
+                self._listen(other)
 
     def _read(self, other: RankHandle) -> None:
         """Hand replies to those who asked, until the rank is gone."""
@@ -321,6 +334,7 @@ class Ranks(Member):
                 plain.send(new.connection, agreed)
             if self._begin_watch is not None:
                 self._begin_watch(new)
+        self.listen()
         with self._sends:  # as whoever notices a death
             self._lost, self.died = None, any(other.process.poll() is not None for other in self._ranks)
 
@@ -382,18 +396,26 @@ class Ranks(Member):
         return found
 
     def why_lost(self) -> str | None:
-        """Which rank is gone, and its last report. A rank that just closed its connection may still be exiting."""
-        deadline = time.monotonic() + 1.0
-        while self._lost is None and time.monotonic() < deadline:
-            for other in self._ranks:
-                code = other.process.poll()
-                if code is not None:
-                    ended = describe_exit(code) if other.remote is None else other.remote.ended
-                    self._lost = f"{other.place} is gone ({ended}){other.last_report()}"
-                    break
-            else:
+        """Which rank is gone, and its last report. Ranks that are leaving are waited for where they can be replaced."""
+        began = time.monotonic()
+        while self._lost is None:
+            gone = next((other for other in self._ranks if other.process.poll() is not None), None)
+            leaving = self._replaces and any(other.leaving and other.process.poll() is None for other in self._ranks)
+            patience = _EXIT_S if leaving else _SIGN_S if gone is None else 0.0
+            if time.monotonic() - began < patience:
                 time.sleep(0.02)
+            elif gone is None:
+                break
+            else:
+                code = gone.process.poll()
+                assert code is not None
+                ended = describe_exit(code) if gone.remote is None else gone.remote.ended
+                self._lost = f"{gone.place} is gone ({ended}){gone.last_report()}"
         return self._lost
+
+    @property
+    def _replaces(self) -> bool:
+        return self._restarts_left > 0 and not self._closing
 
 
 def _spawn(place: Place, link: Connection | None = None) -> RankHandle:

@@ -77,8 +77,8 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
         choosing = 0 if model.sparse_blocks is None else model.sparse_blocks.heads
         heads = named_heads((model.num_heads, *model.query_heads), model.num_kv_heads, choosing)
         raise ConfigError(
-            f"tensor_parallel: {tensor} cannot split {heads} and a feed-forward width of {model.ffn_size} evenly; this "
-            f"model allows {', '.join(map(str, possible))}"
+            f"tensor_parallel: {tensor} cannot split {heads}{named_width(_widths(model), tensor)} evenly; this model "
+            f"allows {', '.join(map(str, possible))}"
         )
     if pipeline > model.num_layers:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
@@ -102,34 +102,52 @@ def named_heads(heads: Sequence[int], kv_heads: int, choosing: int) -> str:
     return f"{several} heads over {kv_heads} KV heads" + (f" with {choosing} index heads" if choosing else "")
 
 
+def named_width(widths: Sequence[tuple[str, int]], tensor: int) -> str:
+    """The first of the widths that shards cannot divide, as the end of a list."""
+    return next((f" and {name} of {width}" for name, width in widths if width % tensor), "")
+
+
+def mixer_widths(*, key_heads: int, mamba_heads: int, channels: int, output_groups: int) -> list[tuple[str, int]]:
+    """What shards must divide of token mixers beside attention heads; 0: a model has none."""
+    return [
+        ("a number of delta nets' key heads", key_heads),
+        ("a number of Mamba heads", mamba_heads),
+        ("a number of convolution channels", channels),
+        ("a number of output groups", output_groups),
+    ]
+
+
+def _widths(model: ModelConfig) -> list[tuple[str, int]]:
+    """What shards must divide beside heads."""
+    widths = [("a feed-forward width", width) for width in (model.ffn_size, *model.ffn_sizes)]
+    if model.moe is not None:
+        cut = [] if model.moe.placement else [("an expert width", model.moe.ffn_size)]
+        # Without a dense layer nothing has the dense width.
+        widths = cut if all(model.moe.layers) else [*widths[:1], *cut]
+        widths.append(("a shared expert's width", model.moe.shared_ffn_size))
+    return widths + mixer_widths(
+        key_heads=0 if model.delta is None else model.delta.k_heads,
+        mamba_heads=0 if model.mamba is None else model.mamba.heads,
+        channels=0 if model.short_conv is None else model.short_conv.channels,
+        output_groups=0 if model.compression is None else model.compression.output_groups,
+    )
+
+
 def splits(model: ModelConfig, tensor: int) -> bool:
     """Whether each of `tensor` shards can have an equal part of every layer."""
     # With more shards than KV heads each shard has one, and several shards have the same.
     kv_heads = {model.num_kv_heads, *(heads for heads, _ in model.layer_heads)}
     kv_fits = all(heads % tensor == 0 or tensor % heads == 0 for heads in kv_heads)
-    widths = [model.ffn_size, *model.ffn_sizes]
-    if model.moe is not None:
-        cut = [] if model.moe.placement else [model.moe.ffn_size]
-        # Without a dense layer nothing has the dense width.
-        widths = cut if all(model.moe.layers) else [model.ffn_size, *cut]
-        widths.append(model.moe.shared_ffn_size)
-    if model.delta is not None:
-        widths.append(model.delta.k_heads)
     if model.mamba is not None:
         mamba = model.mamba
-        widths.append(mamba.heads)
         # As with KV heads: with more shards than groups several shards have the same one.
         kv_fits = kv_fits and (mamba.groups % tensor == 0 or tensor % mamba.groups == 0)
         runs = mamba.norm_groups
         kv_fits = kv_fits and (not runs or runs % tensor == 0 or (tensor % runs == 0 and mamba.gate_first))
-    if model.short_conv is not None:
-        widths.append(model.short_conv.channels)
-    if model.compression is not None:
-        widths.append(model.compression.output_groups)
     if model.sparse_blocks is not None:
         choosing = model.sparse_blocks.heads
         kv_fits = kv_fits and (choosing % tensor == 0 or tensor % choosing == 0)
-    even = (model.num_heads, *model.query_heads, *widths)
+    even = (model.num_heads, *model.query_heads, *(width for _, width in _widths(model)))
     return kv_fits and all(width % tensor == 0 for width in even)
 
 

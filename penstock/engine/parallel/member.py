@@ -172,6 +172,10 @@ class Member(ABC):
         """Make sure that all ranks have chosen the same where the configuration left it to them: their machines may
         differ."""
 
+    def anywhere(self, found: bool) -> bool:
+        """Whether something holds on one of the ranks; every rank calls this at the same point."""
+        return not self.least(int(not found))
+
     @abstractmethod
     def least(self, count: int, of: str = "") -> int:
         """The smallest `count` of all ranks; every rank calls this at the same point. `of`: what is counted."""

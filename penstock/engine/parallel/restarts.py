@@ -28,6 +28,8 @@ class RankRestarts:
         self._ranks = ranks
         self._start_over = start_over
         self._restart: Future[None] | None = None
+        if ranks.restarts:
+            ranks.listen()
 
     @property
     def under_way(self) -> bool:

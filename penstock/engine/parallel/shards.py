@@ -198,6 +198,8 @@ class ShardedGGUF(_Sharded, GGUFCheckpoint):
 
 def _cut_groups(groups: IntGroups, cut: Cut) -> IntGroups | str:
     """A rank's part of integers in groups, or why it is dense there."""
+    if cut.inputs == (0, groups.shape[1]):  # in a pipeline of single shards nothing is cut
+        cut = replace(cut, inputs=None)
     if cut.inputs is None:
         low = None if groups.minimum is None else cut.apply(groups.minimum)
         return replace(groups, quants=cut.apply(groups.quants), scale=cut.apply(groups.scale), minimum=low)

@@ -75,7 +75,7 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
-    if not _is_composed(model):
+    if model.by_transformers or not _is_composed(model):
         return False
     names, tensors = weights.names(), family_of(model.family).names
     layout = find_mtp(names, prefix_of(names, tensors), model.num_layers)

@@ -150,11 +150,12 @@ def adapt_model(
     head_rows: int | None = None,
     as_stored: bool = True,
     stored: Stored | None = None,
+    anywhere: Callable[[bool], bool] = bool,
 ) -> AdaptedModel | None:
     """`decoder` with slots for adapters, or None when the configuration has none. Device memory is taken here. `cut`:
     which part of the model it is, when other ranks have others; `head_rows`: see `compose_decoder`. `as_stored`:
     whether the embedding has not lost precision when the checkpoint was written. `stored`: the checkpoint of the whole
-    model."""
+    model. `anywhere`: see `Backend.adapter_dtype`."""
     slots = slot_count(config)
     if not slots:
         if config.adapters:
@@ -172,7 +173,7 @@ def adapt_model(
     else:
         layout = layout_of_modules(library, by_output=backend.adapters_by_output)
         cut = cut_of_modules(library, by_output=backend.adapters_by_output)
-    activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype)
+    activations, dtype = dtype, backend.adapter_dtype(decoder, layout, dtype, anywhere)
     pin, most, most_rows = not backend.in_host_memory, adapter_rank(config), row_count(config, backend)
     cut = cut or uncut(layout)
     takes_tokens = library is None or layout.virtual_only

@@ -139,11 +139,12 @@ def load_part(
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
+        max_running = config.max_running or backend.defaults.max_running
+        budget = config.token_budget or backend.defaults.token_budget
+        wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
         if config.fp8_attention:
             with nullcontext() if own_cache else suppress(ConfigError):  # a draft model may have other heads
-                backend.attend_in_fp8(model, dtype, kv_dtype)
-    max_running = config.max_running or backend.defaults.max_running
-    budget = config.token_budget or backend.defaults.token_budget
+                backend.attend_in_fp8(model, dtype, kv_dtype, min(budget, wanted_len))
     if member is not None:
         with phases("ranks"):
             member.meet(backend)
@@ -157,7 +158,6 @@ def load_part(
                     "token_budget": budget,
                 }
             )
-    wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     if config.max_model_len is not None and wanted_len < config.max_model_len:
         _log.warning(
             "max_model_len is %d, but the model has %d positions: its window is %d tokens",
@@ -171,6 +171,7 @@ def load_part(
     limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
     # With shards, sums stand between linears and residual additions.
     alone = member is None or member.place.tensor == 1
+    leads = member is None or member.place.rank == 0  # what holds for all ranks is said once
     with KernelBuild(backend, kv_dtype, limits) as kernels, _read(weights):
         with phases("weights"), torch.inference_mode(), weights_fitting(config, backend):
             decoder = _by_transformers(
@@ -182,6 +183,7 @@ def load_part(
                 dtype=dtype,
                 max_positions=wanted_len,
                 quantize=plan.quantize,
+                asked="" if config.weights in ("auto", "dense") or not leads else config.weights,
                 inner=plan.inner,
                 fused_up_to=plan.fused_up_to,
                 fp8_cache=kv_dtype == FP8,
@@ -209,6 +211,7 @@ def load_part(
             head_rows=head_rows,
             as_stored=not isinstance(weights, GGUFCheckpoint),
             stored=whole,
+            anywhere=bool if member is None else member.anywhere,
         )
         if backend.compiles and not model.by_transformers:  # the library's code launches its own
             with phases("compile"):

@@ -219,7 +219,8 @@ class Incoming:
             elif waiting is not None:
                 self._place(arrived)
                 arrived.clear()
-                self._go(waiting, item.problem)
+                if item.fetch in self._by_fetch:  # there was room for its last blocks
+                    self._go(waiting, item.problem)
         self._place(arrived)
 
     def _place(self, arrived: list[tuple[_Waiting, int]]) -> None:

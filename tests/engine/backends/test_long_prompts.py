@@ -108,13 +108,14 @@ def test_captured_steps_have_room_for_keys_gathered_from_a_quantized_cache(tmp_p
 )
 def test_which_models_attend_in_fp8(tmp_path: Path, family: str, expected: bool) -> None:
     model = read_config(json.loads((write_checkpoint(family, tmp_path) / "config.json").read_text()))
-    assert attends_in_fp8(replace(model, head_dim=FP8_HEAD, layer_heads=())) == expected
-    assert not attends_in_fp8(replace(model, head_dim=64, layer_heads=()))
+    model = replace(model, layer_heads=(), windows=(LONG_CHUNK,) * model.num_layers)
+    assert attends_in_fp8(replace(model, head_dim=FP8_HEAD)) == expected
+    assert not attends_in_fp8(replace(model, head_dim=64))
 
 
 def test_a_model_attends_in_fp8_if_one_of_its_layers_does(tmp_path: Path) -> None:
     model = read_config(json.loads((write_checkpoint("minimax-m3", tmp_path) / "config.json").read_text()))
-    assert model.sparse_blocks is not None
+    assert model.sparse_blocks is not None and model.windows == (None,) * model.num_layers
     layers = (True,) * model.num_layers
     chooses = replace(model.sparse_blocks, layers=layers), replace(model.sparse_blocks, layers=(False, *layers[1:]))
     found = [attends_in_fp8(replace(model, head_dim=FP8_HEAD, sparse_blocks=blocks)) for blocks in chooses]
@@ -128,14 +129,18 @@ def test_attention_in_fp8_is_refused_where_it_would_do_nothing(tmp_path: Path) -
     model = read_config(json.loads((write_checkpoint("llama-gqa", tmp_path) / "config.json").read_text()))
     wide, fp8 = replace(model, head_dim=FP8_HEAD), torch.float8_e4m3fn
     for dtype in (torch.bfloat16, torch.float16):
-        check_fp8_attention(wide, dtype, fp8)
-    for given, dtype, kv_dtype, reason in (
-        (wide, torch.bfloat16, torch.int8, "set kv_dtype: fp8 too"),
-        (wide, torch.float32, fp8, "for models in bfloat16 or float16"),
-        (model, torch.bfloat16, fp8, "with heads of 128"),
+        check_fp8_attention(wide, dtype, fp8, LONG_CHUNK)
+    check_fp8_attention(replace(wide, windows=(64, None, LONG_CHUNK)), torch.bfloat16, fp8, LONG_CHUNK)
+    short = replace(wide, windows=(64,) * wide.num_layers)
+    for given, dtype, kv_dtype, chunk, reason in (
+        (wide, torch.bfloat16, torch.int8, LONG_CHUNK, "set kv_dtype: fp8 too"),
+        (wide, torch.float32, fp8, LONG_CHUNK, "for models in bfloat16 or float16"),
+        (model, torch.bfloat16, fp8, LONG_CHUNK, "with heads of 128"),
+        (wide, torch.bfloat16, fp8, LONG_CHUNK - 1, "no step has more than 511: raise token_budget or max_model_len"),
+        (short, torch.bfloat16, fp8, LONG_CHUNK, "windows below 512 tokens"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            check_fp8_attention(given, dtype, kv_dtype)
+            check_fp8_attention(given, dtype, kv_dtype, chunk)
 
 
 def test_how_often_keys_are_read_is_counted_by_prompt() -> None:

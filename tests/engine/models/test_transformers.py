@@ -17,6 +17,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.transformers.linears import ModuleWeights
 from penstock.engine.request import Request, SamplingParams
+from penstock.engine.speculative.ngram import NgramProposer
 from penstock.errors import CheckpointError
 from tests.engine.adapters.kind_files import merged as merge_kind
 from tests.engine.adapters.kind_files import write_kind
@@ -101,6 +102,11 @@ def test_few_bit_caches_stay_close(model_type: str, kv_dtype: str, tmp_path: Pat
     engine = make_engine(folder, kv_dtype=kv_dtype)
     tokens = generate(engine, greedy("r", prompt, 1))["r"]
     assert float(reference.margins(prompt, tokens).max()) < 3.0
+
+
+def test_without_a_drafter_of_their_own_auto_means_ngrams(tmp_path: Path) -> None:
+    engine = make_engine(write_foreign("gpt2", tmp_path), speculation="auto")
+    assert engine.speculation is not None and isinstance(engine.speculation.proposer, NgramProposer)
 
 
 def test_speculation_and_the_host_tier(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.engine.startup import adapters as startup_adapters
 from tests.engine.adapters.files import ALL, write_adapter
-from tests.engine.harness import assert_idle, collect, drain, generate, make_engine, read_at_once
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine, read_at_once
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -250,3 +251,15 @@ def test_a_mixed_load_with_aborts_and_reloads_gives_what_each_request_gives_alon
         assert_idle(engine)
         load = engine.load_snapshot()
         assert load.preemptions > 0 and load.adapters is not None and load.adapters.host_evictions > 0
+
+
+def test_stages_without_attention_keep_adapters_as_the_others_do(tmp_path: Path) -> None:
+    """Beside few bits on CPU they are in float16, which one stage alone does not show."""
+    base = write_checkpoint("lfm2", tmp_path / "base", spread=0.5)
+    spec = AdapterSpec("a", str(write_adapter(tmp_path / "a", base, targets=("q_proj", "v_proj"))))
+    settings = {"weights": "int8", "activations": "int16", "adapters": (spec,), "adapter_slots": 2}
+    asked = [greedy("r", list(range(40)), 8), replace(greedy("s", list(range(40)), 8), adapter="a")]
+    expected = generate(make_engine(base, **settings), *asked)
+    assert expected["r"] != expected["s"]
+    with threaded_engine(base, 1, 2, **settings) as engine:
+        assert generate(engine, *asked) == expected

@@ -21,6 +21,8 @@ from penstock.engine.parallel.layer_cuts import Cut
 from penstock.engine.parallel.layout import Place, check_layout, head_span, kv_head_span, layer_span, local_config
 from penstock.engine.parallel.shards import ShardedGGUF, _cut_groups, shard
 from penstock.errors import ConfigError
+from penstock.planning import deployment
+from penstock.planning.model_shape import model_shape
 from tests.engine.tiny import write_checkpoint
 
 
@@ -86,8 +88,21 @@ def test_shards_have_all_heads_and_the_kv_heads_these_attend_to(groups: int, kv_
 def test_what_cannot_be_split_is_refused_with_what_can() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel: 2 cannot split 9 heads over 3 KV heads.*allows 1, 3"):
         check_layout(model(9, 3, ffn=1536), 2, 1)
+    with pytest.raises(ConfigError, match="8 heads over 4 KV heads and a feed-forward width of 98 evenly"):
+        check_layout(model(ffn=98), 4, 1)
     with pytest.raises(ConfigError, match="pipeline_parallel: 7 is more than the 6 layers"):
         check_layout(model(), 1, 7)
+
+
+def test_the_width_that_cannot_be_split_is_named(tmp_path: Path) -> None:
+    """Where all layers have experts, no layer has the dense width of the configuration."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "moe_intermediate_size": 32}
+    folder = write_checkpoint("qwen3-moe", tmp_path / "model", hidden_size=96, **sizes)
+    found = "cannot split 6 heads over 3 KV heads and an expert width of 32 evenly"
+    with pytest.raises(ConfigError, match=found):
+        check_layout(read_config(open_checkpoint(folder).config), 3, 1)
+    with pytest.raises(ConfigError, match=found):
+        deployment._check_layout(model_shape(folder), 3, 1)
 
 
 def test_parts_of_a_checkpoint_put_together_are_the_checkpoint(tmp_path: Path) -> None:
@@ -156,3 +171,5 @@ def test_integers_in_groups_are_cut_with_their_scales(tmp_path: Path, bits: int)
     assert _cut_groups(whole, Cut(inputs=(48, 96))) == "a cut at inputs 48 and 96 leaves groups of 48"
     scattered = dataclasses.replace(whole, order=torch.arange(96).flip(0))
     assert "act-order" in str(_cut_groups(scattered, Cut(inputs=(0, 32))))
+    all_of_them = _cut_groups(scattered, Cut(inputs=(0, 96)))
+    assert isinstance(all_of_them, IntGroups) and torch.equal(all_of_them.dense(), scattered.dense()), "as stored"

@@ -23,7 +23,7 @@ from penstock.engine.startup import part
 from penstock.errors import ConfigError, ReplicaLost
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.lost_rank import lose, run_losing
-from tests.engine.parallel.threads import _spawn, threaded_engine
+from tests.engine.parallel.threads import ThreadProcess, _spawn, threaded_engine
 from tests.engine.speculative.forced import verify_everything
 from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.tiny import write_checkpoint
@@ -69,6 +69,20 @@ def test_running_sequences_go_on(
         now = [other.process for other in engine.ranks._ranks if other.place.rank != rank]
         assert all(one is other for one, other in zip(kept, now, strict=True)), "the others were not started again"
         assert generate(engine, *BATCH) == expected
+        assert_idle(engine)
+
+
+def test_a_rank_that_takes_long_to_exit_is_waited_for(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a large one does, which gives back its memory. Others notice before its process is gone."""
+    monkeypatch.setattr(launch, "_SIGN_S", 0.1)
+    monkeypatch.setattr(ThreadProcess, "linger_s", 1.0)
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, 1, 2, **SETTINGS) as engine, as_threads:
+        assert engine.ranks is not None
+        assert run_and_lose(engine, 1) == expected
+        assert engine.ranks.generation == 1
         assert_idle(engine)
 
 

@@ -140,6 +140,17 @@ def prompt_scores(engine: Engine) -> list[float]:
     return [score.logprob for score in scores if score is not None]
 
 
+def test_matrices_that_stay_dense_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A width of 96 is three groups of 32; half of it is no number of groups."""
+    folder = write_checkpoint("llama-gqa", tmp_path, intermediate_size=96, num_hidden_layers=2)
+    generate(make_engine(folder, weights="int4"), greedy("r", [1, 2, 3], 2))
+    assert "dense" not in caplog.text
+    with threaded_engine(folder, 2, 1, weights="int4") as engine:
+        generate(engine, greedy("r", [1, 2, 3], 2))
+    said = [record.getMessage() for record in caplog.records if "dense" in record.getMessage()]
+    assert len(said) == 1 and "down_proj.weight and those like it are dense, not int4" in said[0] and "48" in said[0]
+
+
 def test_the_kv_cache_is_split_so_more_tokens_fit_the_same_memory(checkpoints: dict[str, Path]) -> None:
     settings = {"kv_memory": 1 << 18, "max_model_len": 1024, "max_running": 64}
     one = make_engine(checkpoints["llama-gqa"], **settings).info.num_blocks

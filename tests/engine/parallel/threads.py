@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
@@ -24,6 +25,8 @@ class ThreadProcess:
 
     stdin = None
     pid = 0
+    linger_s = 0.0
+    """How long it takes to exit after a failure."""
 
     def __init__(self, connection: Connection, link: Connection | None = None) -> None:
         self.returncode: int | None = None
@@ -32,7 +35,10 @@ class ThreadProcess:
 
     def _run(self, connection: Connection, link: Connection | None) -> None:
         with connection, link or nullcontext():
-            self.returncode = rank.run(connection, link)
+            code = rank.run(connection, link)
+        if code:
+            time.sleep(self.linger_s)
+        self.returncode = code
 
     def poll(self) -> int | None:
         return self.returncode

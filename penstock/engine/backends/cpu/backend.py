@@ -138,13 +138,16 @@ class CpuBackend(ReferenceBackend):
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
         return CpuLora(self._native.handle, layout, slots, dtype)
 
-    def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
+    def adapter_dtype(
+        self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype, anywhere: Callable[[bool], bool]
+    ) -> torch.dtype:
         """float16 beside few-bit weights: far finer than those, and half the bytes of float32 to read."""
         site = layout.sites[0]
         mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in decoder.layers]
         first: Any = next((mixer for mixer in mixers if hasattr(mixer, site.attribute)), None)
         stored = 0 if first is None else getattr(first, site.attribute).weight_bytes
-        few_bits = 0 < stored < 2 * site.inputs * site.outputs
+        # A stage may have no such layer.
+        few_bits = anywhere(0 < stored < 2 * site.inputs * site.outputs)
         return torch.float16 if few_bits and dtype == torch.float32 else dtype
 
     def executor(self, resources: RunnerResources) -> Executor:

@@ -85,11 +85,11 @@ class CudaBackend(TorchCudaBackend):
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan
 
-    def attend_in_fp8(self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    def attend_in_fp8(self, model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, longest_chunk: int) -> None:
         assert isinstance(self.ops, TritonOps)
         if self.ops.hopper_prefill is None:
-            super().attend_in_fp8(model, dtype, kv_dtype)
-        check_fp8_attention(model, dtype, kv_dtype)
+            super().attend_in_fp8(model, dtype, kv_dtype, longest_chunk)
+        check_fp8_attention(model, dtype, kv_dtype, longest_chunk)
         self.ops.fp8_attention = True
 
     def _plan(self, form: WeightForm, config: EngineConfig, dtype: torch.dtype) -> WeightPlan:

@@ -15,6 +15,7 @@ import torch
 
 from penstock.engine.backends.interface import HeadLayout
 from penstock.engine.batch import Chunk
+from penstock.engine.config import LONG_CHUNK as LONG_CHUNK
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder
@@ -22,8 +23,6 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
-LONG_CHUNK = 512
-"""Prompt tokens of a step from which keys are gathered; the portable kernel attends in smaller ones."""
 CAPTURED_CONTEXT = 32768
 """Tokens that the prompts of a captured step with gathered keys see at most, together."""
 FP8_HEAD = 128
@@ -50,16 +49,23 @@ def room_for_gathered(decoder: Decoder, kv: KVCache) -> int:
     return gathered_bytes(decoder, kv) + captured
 
 
-def check_fp8_attention(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Refuse `fp8_attention` where no layer of a model would attend in FP8."""
+def check_fp8_attention(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, longest_chunk: int) -> None:
+    """Refuse `fp8_attention` where no layer of a model would attend in FP8. `longest_chunk`: most tokens of a prompt in
+    one step."""
     if kv_dtype != torch.float8_e4m3fn:
         raise ConfigError("fp8_attention: true multiplies keys and values as they are kept: set kv_dtype: fp8 too")
     if dtype.itemsize != 2:
         raise ConfigError("fp8_attention: true is for models in bfloat16 or float16: set dtype, or remove it")
+    if longest_chunk < LONG_CHUNK:
+        raise ConfigError(
+            f"fp8_attention: true is for chunks of {LONG_CHUNK} prompt tokens and more, and no step has more than "
+            f"{longest_chunk}: raise token_budget or max_model_len, or remove it"
+        )
     if not attends_in_fp8(model):
         raise ConfigError(
             f"fp8_attention: true is for attention with heads of {FP8_HEAD}, without latents, choices of blocks, "
-            "soft caps or sinks, which no layer of this model has: remove it"
+            "soft caps, sinks or windows below "
+            f"{LONG_CHUNK} tokens, which no layer of this model has: remove it"
         )
 
 
@@ -77,7 +83,9 @@ def _attends_in_fp8(model: ModelConfig, layer: int) -> bool:
     replaced = [part.layers for part in (delta, short, sparse) if part is not None]
     if mamba is not None and mamba.beside is None:
         replaced.append(mamba.layers)
-    heads = model.heads_in(layer)[1]
+    heads, window = model.heads_in(layer)[1], model.windows[layer]
+    if window is not None and window < LONG_CHUNK:
+        return False
     return heads == FP8_HEAD and not model.has_sinks(layer) and not any(layers[layer] for layers in replaced)
 
 
