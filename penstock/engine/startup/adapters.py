@@ -26,7 +26,7 @@ from penstock.engine.adapters.folder import (
 from penstock.engine.adapters.head_norms import HeadNormBank, head_norms_in_layer
 from penstock.engine.adapters.inputs import InputBank
 from penstock.engine.adapters.kinds.modules import layer_of, site_of
-from penstock.engine.adapters.layout import AdapterCut, uncut
+from penstock.engine.adapters.layout import LATENT_KEYS, AdapterCut, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.model_sites import layout_of
 from penstock.engine.adapters.norm_tensors import NormNames
@@ -243,8 +243,10 @@ def adapt_model(
     if any(site.further for site in layout.sites):
         further = adapt(decoder, kernel, layout, summed=summed, further=True)
     plain = adapt(decoder, kernel, layout, summed=summed)
-    # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
-    other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
+    # Experts and delta nets take other launches with adapters, and latents do on every device. Embedding and head do
+    # not: to most they add nothing.
+    others = [site for site in layout.sites if site.further and not site.end]
+    other_launches = any(not backend.in_host_memory or site.attribute == LATENT_KEYS for site in others)
     always = decoder.ops.batch_invariant and other_launches
     kernel.banks.norms = backend.norm_bank(norms_of(decoder), slots, reserved=reserved)
     return AdaptedModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
-from tests.engine.harness import assert_idle, generate, make_engine
+from tests.engine.harness import assert_idle, drain, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
 
 TIGHT: dict[str, Any] = {
@@ -64,10 +65,22 @@ def assert_same_in_company(
 def assert_same_in_deterministic_company(
     base: Path, specs: tuple[AdapterSpec, ...], make: Callable[[], list[Request]]
 ) -> None:
-    """`make`: makes the requests, which an engine takes only once."""
+    """To the last bit of log-probabilities. `make`: makes the requests, which an engine takes only once."""
     settings: dict[str, Any] = {"deterministic": True, "token_budget": 24}
-    found = one_by_one(make_engine(base, adapters=specs, **settings), make())
-    assert generate(make_engine(base, adapters=specs, **settings), *make()) == found
+    alone, company = (make_engine(base, adapters=specs, **settings) for _ in range(2))
+    found = [scores for request in make() for scores in scored(alone, request).items()]
+    assert scored(company, *make()) == dict(found)
+
+
+def scored(engine: Engine, *requests: Request) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and their log-probabilities."""
+    for request in requests:
+        engine.submit(replace(request, params=replace(request.params, logprobs=0)))
+    found: dict[str, list[tuple[int, float]]] = {request.request_id: [] for request in requests}
+    for delta in drain(engine):
+        assert delta.finish_reason != "error", delta.error
+        found[delta.request_id] += zip(delta.tokens, (one.logprob for one in delta.logprobs or ()), strict=True)
+    return found
 
 
 def assert_same_on_ranks(

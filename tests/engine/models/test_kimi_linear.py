@@ -15,6 +15,7 @@ from penstock.engine.models.families import read_config
 from penstock.engine.models.families.kimi_linear import own_name
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError
+from tests.engine.adapters.company import assert_same_in_deterministic_company
 from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.threads import threaded_engine
@@ -115,6 +116,12 @@ def test_adapters_of_every_part_equal_merging_them(tmp_path: Path) -> None:
     assert_idle(engine)
     with threaded_engine(base, 2, 2, adapters=specs, token_budget=40) as ranks:
         assert generate(ranks, *requests()[:2]) == {name: got[name] for name in ("r0", "r1")}
+
+
+def test_those_without_an_adapter_depend_on_nobody_who_has_one_in_deterministic_mode(tmp_path: Path) -> None:
+    base = write_checkpoint("kimi-linear", tmp_path / "base")
+    specs = (AdapterSpec("tuned", str(write_adapter(tmp_path / "tuned", base, targets=("o_proj",), rank=2))),)
+    assert_same_in_deterministic_company(base, specs, lambda: requests()[:3])
 
 
 @pytest.mark.slow
