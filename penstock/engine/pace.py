@@ -177,14 +177,13 @@ class PromptBudget:
     def until_computed(self, start: int, length: int, most: int, ahead: Sequence[tuple[int, int]]) -> float:
         """Seconds until the next `length` tokens of a prompt are computed, from position `start` on, when all steps are
         like this one. `most`: tokens of a step; `ahead`: what is computed before, first positions and numbers of
-        tokens. 0 while it is not known."""
+        tokens. While no such prompt was measured, what the steps take without prompts; 0 while nothing is known."""
         pace = self._pace
         fits = min(max(pace.tokens(self._whole, start, most), LEAST), most)
-        if not pace.knows(min(length, fits)):
-            return 0.0
         prompts = [(0, self._tokens), *ahead, (start, length)]
         steps = math.ceil(sum(tokens for _, tokens in prompts) / fits)
-        return sum(pace.cost(*prompt) for prompt in prompts) + steps * pace.decode_s(self._decodes)
+        least = steps * pace.decode_s(self._decodes)
+        return least + sum(pace.cost(*prompt) for prompt in prompts) if pace.knows(min(length, fits)) else least
 
     def fit(self, start: int, length: int) -> int:
         """How many of the next `length` tokens of a prompt, from position `start` on, the streams leave time for."""
