@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.kv.allocator import SlidingWindow, held_at_once
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
-from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.loading.random_checkpoint import stored_elements
 from penstock.engine.models.decoder import Decoder
@@ -96,9 +96,12 @@ def size_cache(
 def check_weights_fit(config: EngineConfig, weights: Weights, plan: WeightPlan, dtype: torch.dtype, free: int) -> None:
     """Refuses weights that host memory cannot hold, before any is read: the system would end some process or other for
     them. They take at least this much; what stays in more bits, and what is kept beside them, is not counted."""
-    if isinstance(weights, QuantizedCheckpoint | GGUFCheckpoint) or "quantization_config" in weights.config:
-        bits = 4
-    elif isinstance(weights, Fp8Checkpoint) or plan.quantize is not None:
+    file = Path(config.model) / "config.json"
+    # What wraps a checkpoint may hide its form, and the key may be at any depth of the file.
+    settings: Any = file.read_text() if file.is_file() else weights.config
+    if isinstance(weights, GGUFCheckpoint | QuantizedCheckpoint) or "quantization_config" in settings:
+        bits = 4  # perhaps 8, but some have only their experts in 4
+    elif plan.quantize is not None:
         bits = 4 if config.weights == "int4" else 8
     else:
         bits = 8 * dtype.itemsize

@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._address = str(client[0]) if isinstance(client, tuple) else ""
         if not shared.admit(self, self._address):
             self._last = True
-            transport.write(self._reply_to(TOO_MANY, None))
+            transport.write(TOO_MANY.reply(request_id(None)))  # no line in the log: there may be very many
             transport.close()
             return
         transport.set_write_buffer_limits(high=UNSENT)

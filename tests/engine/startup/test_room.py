@@ -17,6 +17,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint, stored_elements
 from penstock.errors import ConfigError
+from tests.engine.gpt_oss_files import write_mxfp4
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.quantization.layouts import write
 from tests.engine.tiny import write_checkpoint
@@ -51,10 +52,13 @@ def test_weights_that_memory_cannot_hold_are_not_read(
         Engine.load(config, checkpoint=Unread(shapes.named("llama-8b")))
 
 
-@pytest.mark.parametrize(("stored", "bits"), [("float32", 32), ("gptq", 4), ("fp8", 8)])
+@pytest.mark.parametrize(("stored", "bits"), [("float32", 32), ("gptq", 4), ("fp8", 4), ("mxfp4", 4)])
 def test_what_just_fits_is_served(tmp_path: Path, leave: Callable[[int], None], stored: str, bits: int) -> None:
-    folder = write_checkpoint("llama-gqa", tmp_path / "dense")
-    if stored != "float32":
+    if stored == "mxfp4":
+        folder = write_mxfp4(tmp_path)
+    else:
+        folder = write_checkpoint("llama-gqa", tmp_path / "dense")
+    if stored in ("gptq", "fp8"):
         folder = write(folder, stored, tmp_path)[0]
     config = json.loads((folder / "config.json").read_text())
     size = stored_elements({name: value for name, value in config.items() if name != "quantization_config"}) * bits // 8
